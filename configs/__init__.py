@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles of target/draft pairs, one JSON file each."""

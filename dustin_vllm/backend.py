@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class behind ``AttentionBackendEnum.DUSTIN`` on the current platform."""
+
+from vllm.platforms import current_platform
+
+from dustin_vllm import patches
+
+patches.check()
+
+if current_platform.is_cpu():
+    from dustin_vllm.backend_cpu import DustinCPUAttentionBackend as DustinAttentionBackend
+else:
+    raise ImportError("attention backend DUSTIN runs on the CPU platform only in this version")
+
+patches.apply_runner_patch()
+
+__all__ = ["DustinAttentionBackend"]

@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: read once from ``--additional-config '{"dustin": {...}}'``, a profile, and defaults.
+
+``DustinConfig`` is what a user writes. ``Settings`` is what the rest of the package reads:
+the same, resolved against one vLLM configuration (units, scoring heads, gamma). Both are
+immutable. Everything a user can get wrong is refused here, when vLLM builds its
+configuration, with the setting, its value and what to write instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+KEY = "dustin"
+MIN_SENSIBLE_BUDGET = 256
+MAX_DEFAULT_LAYERS = 8
+MAX_PROFILE_BYTES = 1 << 20
+
+
+class ConfigError(ValueError):
+    """A setting or model that Dustin refuses, with the reason and the fix."""
+
+
+class ScoringLayer(BaseModel):
+    """Scoring heads of one layer: global query-head indices, or None for all of them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    layer: int = Field(ge=0)
+    heads: tuple[int, ...] | None = None
+
+
+class DustinConfig(BaseModel):
+    """What a user may set. Lengths are in tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    budget: int = Field(
+        1024, ge=1, description="Context tokens a sparse row reads, sinks and recent included."
+    )
+    granularity: Literal["auto", "block", "token"] = Field(
+        "auto", description="Unit of selection: KV-cache blocks or single tokens."
+    )
+    sinks: int = Field(4, ge=0, description="First tokens that every row reads.")
+    recent: int = Field(64, ge=0, description="Last context tokens that every row reads.")
+    merge: Literal["fill", "weighted"] = Field(
+        "fill", description="How lookahead and history scores make one selection."
+    )
+    lookahead: int | None = Field(
+        None,
+        ge=0,
+        description="fill: tokens chosen by lookahead before history fills up. "
+        "None: half the budget.",
+    )
+    lookahead_weight: float = Field(
+        0.25, ge=0, le=1, description="weighted: weight of the lookahead scores."
+    )
+    aggregate: Literal["mean", "max"] = Field(
+        "mean", description="How scores of several heads and queries become one."
+    )
+    dilate_history: bool = Field(
+        True, description="Extend history scores forward by gamma + 1 tokens."
+    )
+    target_heads: tuple[ScoringLayer, ...] | None = Field(
+        None, description="Scoring heads of the target. None: every third layer, all heads."
+    )
+    draft_heads: tuple[ScoringLayer, ...] | None = Field(
+        None, description="Scoring heads of the draft. None: every third layer, all heads."
+    )
+    dense_below: int = Field(
+        4096, ge=0, description="Contexts shorter than this are verified densely."
+    )
+    sample_recovery_every: int = Field(
+        0, ge=0, description="Measure attention recovery every n-th verification step; 0: never."
+    )
+    profile: str | None = Field(
+        None, description="Name of a shipped profile, or the path of a profile file."
+    )
+
+
+class Profile(BaseModel):
+    """A profile file: settings found for one target/draft pair.
+
+    ``settings`` holds ``DustinConfig`` fields. What a user sets overrides it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal[1]
+    target: str
+    draft: str
+    calibrated: bool
+    source: str
+    settings: dict[str, Any]
+
+
+def _explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
+    """Turn pydantic's report into one line per mistake: setting, value, fix."""
+    lines = []
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"])
+        name = f"{where}.{path}" if path else where
+        if item["type"] == "extra_forbidden":
+            known = list(model.model_fields if len(item["loc"]) == 1 else ScoringLayer.model_fields)
+            close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            lines.append(f"{name} is not a setting ({hint})")
+        else:
+            lines.append(f"{name}={item['input']!r}: {item['msg']}")
+    return "; ".join(lines)
+
+
+def _parse(model: type[BaseModel], data: Any, where: str) -> Any:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, where, model)) from None
+
+
+def load_profile(name: str) -> Profile:
+    """Read a profile by shipped name (a file of ``configs/`` without ``.json``) or by path.
+
+    Raises:
+        ConfigError: no such profile, or a file that is not a valid profile.
+    """
+    shipped = {
+        entry.name.removesuffix(".json"): entry
+        for entry in resources.files("dustin_vllm.configs").iterdir()
+        if entry.name.endswith(".json")
+    }
+    where = f"profile {name!r}"
+    source = shipped.get(name, Path(name))
+    try:
+        with source.open("rb") as file:
+            raw = file.read(MAX_PROFILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"dustin.profile={name!r}: neither a shipped profile "
+            f"({', '.join(sorted(shipped)) or 'none'}) nor a readable file ({error.strerror})"
+        ) from None
+    if len(raw) > MAX_PROFILE_BYTES:
+        raise ConfigError(f"{where}: larger than {MAX_PROFILE_BYTES} bytes; not a profile")
+    try:
+        data = json.loads(raw)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON ({error})") from None
+    profile = _parse(Profile, data, where)
+    if "profile" in profile.settings:
+        raise ConfigError(f"{where}: settings.profile is not allowed inside a profile")
+    _parse(DustinConfig, profile.settings, f"{where} settings")
+    return profile
+
+
+def read_config(additional_config: Any) -> DustinConfig:
+    """The user's settings over the named profile's over the defaults.
+
+    Args:
+        additional_config: vLLM's ``additional_config``; only its "dustin" key is read.
+
+    Raises:
+        ConfigError: unknown setting, impossible value, or unknown profile.
+    """
+    data = additional_config.get(KEY, {}) if isinstance(additional_config, dict) else {}
+    where = f"additional_config.{KEY}"
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}={data!r} must be a JSON object, as in {{'budget': 1024}}")
+    config = _parse(DustinConfig, data, where)
+    if config.profile is None:
+        return config
+    return _parse(DustinConfig, {**load_profile(config.profile).settings, **data}, where)
+
+
+@dataclass(frozen=True)
+class HeadSet:
+    """Scoring heads of one model: (layer index, global query-head indices) pairs."""
+
+    layers: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @property
+    def num_heads(self) -> int:
+        """Scoring heads over all layers."""
+        return sum(len(heads) for _, heads in self.layers)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings resolved against one vLLM configuration. Lengths are in units unless named."""
+
+    config: DustinConfig
+    gamma: int
+    unit: int
+    block_size: int
+    budget_units: int
+    lookahead_units: int
+    dilation_tokens: int
+    target_heads: HeadSet
+    draft_heads: HeadSet
+
+
+def default_layers(num_layers: int) -> list[int]:
+    """Scoring layers of a model without a profile: every third from the third, 8 at most.
+
+    Several spread layers beat the single best one (docs/results); more than 8 would read a
+    noticeable share of a large model's keys.
+    """
+    layers = list(range(2, num_layers, 3)) or [num_layers - 1]
+    if len(layers) > MAX_DEFAULT_LAYERS:
+        step = len(layers) / MAX_DEFAULT_LAYERS
+        layers = [layers[int(i * step)] for i in range(MAX_DEFAULT_LAYERS)]
+    return layers
+
+
+def _resolve_heads(
+    wanted: tuple[ScoringLayer, ...] | None, name: str, num_layers: int, num_heads: int
+) -> HeadSet:
+    everything = tuple(range(num_heads))
+    if wanted is None:
+        return HeadSet(tuple((layer, everything) for layer in default_layers(num_layers)))
+    if not wanted:
+        raise ConfigError(f"dustin.{name}=[]: name at least one layer, or leave it out")
+    seen: set[int] = set()
+    resolved = []
+    for entry in wanted:
+        if entry.layer >= num_layers:
+            raise ConfigError(
+                f"dustin.{name}: layer={entry.layer}, but the model has layers 0..{num_layers - 1}"
+            )
+        if entry.layer in seen:
+            raise ConfigError(f"dustin.{name}: layer={entry.layer} is named twice; merge its heads")
+        seen.add(entry.layer)
+        heads = everything if entry.heads is None else tuple(sorted(set(entry.heads)))
+        bad = [head for head in heads if not 0 <= head < num_heads]
+        if bad or not heads:
+            raise ConfigError(
+                f"dustin.{name}: layer {entry.layer} heads={list(entry.heads or ())}, "
+                f"but valid heads are 0..{num_heads - 1}"
+            )
+        resolved.append((entry.layer, heads))
+    return HeadSet(tuple(sorted(resolved)))
+
+
+def _unsupported(vllm_config: VllmConfig) -> list[str]:
+    """Reasons why Dustin refuses this model or mode, each with its fix."""
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    speculative = vllm_config.speculative_config
+    hf_config = model.hf_text_config
+    reasons = []
+    if model.use_mla:
+        reasons.append("the target uses MLA, whose latent cache Dustin cannot score")
+    window = model.get_sliding_window()
+    if window is not None and getattr(hf_config, "use_sliding_window", True):
+        reasons.append(
+            f"the target uses a sliding window (sliding_window={window}): dropping blocks would "
+            "move it"
+        )
+    if getattr(model, "uses_alibi", False):
+        reasons.append("the target uses ALiBi, whose bias depends on positions that get compacted")
+    if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
+        reasons.append("the target has layers without a KV cache (hybrid or attention-free)")
+    if getattr(model, "is_encoder_decoder", False):
+        reasons.append("the target is an encoder-decoder model")
+    if model.runner_type == "pooling":
+        reasons.append("the target runs as a pooling model; there is nothing to verify")
+    if model.is_multimodal_model:
+        reasons.append("the target is multimodal, which is not tested")
+    if str(vllm_config.cache_config.cache_dtype) not in ("auto", str(model.dtype).split(".")[-1]):
+        reasons.append(
+            f"kv_cache_dtype={vllm_config.cache_config.cache_dtype}: quantised keys cannot be "
+            "scored yet; use --kv-cache-dtype auto"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        reasons.append(
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: the draft lives on one "
+            "stage only; use --tensor-parallel-size instead"
+        )
+    if parallel.tensor_parallel_size > 1:
+        reasons.append(
+            f"tensor_parallel_size={parallel.tensor_parallel_size}: scores are not shared between "
+            "ranks yet; use --tensor-parallel-size 1"
+        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            reasons.append(f"{name}={getattr(parallel, name)}: context parallelism splits the keys")
+    if speculative.parallel_drafting:
+        reasons.append(
+            "speculative_config.parallel_drafting=true: Dustin needs one draft query per token"
+        )
+    if getattr(speculative, "use_heterogeneous_vocab", False):
+        reasons.append("speculative_config.use_heterogeneous_vocab=true is not tested")
+    if vllm_config.scheduler_config.async_scheduling:
+        reasons.append("async scheduling is on; use --no-async-scheduling")
+    if vllm_config.lora_config is not None:
+        reasons.append("LoRA adapters are not tested; leave out --enable-lora")
+    draft_backend = speculative.attention_backend
+    if draft_backend is not None and draft_backend.name != "DUSTIN":
+        reasons.append(
+            f"speculative_config.attention_backend={draft_backend.name}: lookahead scores need "
+            "the draft on DUSTIN too; leave it out"
+        )
+    return reasons
+
+
+def is_active(vllm_config: VllmConfig) -> bool:
+    """Whether sparse verification can run: DUSTIN chosen, with a draft model.
+
+    Without a draft model, or with another speculative method, the backend behaves as the
+    vLLM backend it is built on.
+    """
+    backend = vllm_config.attention_config.backend
+    speculative = vllm_config.speculative_config
+    return (
+        backend is not None
+        and backend.name == "DUSTIN"
+        and speculative is not None
+        and speculative.method == "draft_model"
+    )
+
+
+def resolve(vllm_config: VllmConfig) -> Settings:
+    """Check one vLLM configuration and resolve Dustin's settings against it.
+
+    Raises:
+        ConfigError: a setting or the model is refused; the message says what to change.
+    """
+    config = read_config(vllm_config.additional_config)
+    reasons = _unsupported(vllm_config)
+    if reasons:
+        raise ConfigError("attention backend DUSTIN: " + "; ".join(reasons))
+    speculative = vllm_config.speculative_config
+    block_size = vllm_config.cache_config.block_size
+    unit = _resolve_unit(config, block_size)
+    budget_units = config.budget // unit
+    if budget_units == 0:
+        raise ConfigError(
+            f"dustin.budget={config.budget} is less than one unit of {unit} tokens; "
+            f"set it to {unit} or more"
+        )
+    protected = -(-config.sinks // unit) + -(-config.recent // unit)
+    if protected > budget_units:
+        raise ConfigError(
+            f"dustin.budget={config.budget} ({budget_units} units of {unit} tokens) cannot hold "
+            f"sinks={config.sinks} and recent={config.recent} ({protected} units); set budget to "
+            f"{protected * unit} or more, or lower recent"
+        )
+    lookahead = config.budget // 2 if config.lookahead is None else config.lookahead
+    gamma = speculative.num_speculative_tokens
+    target, draft = vllm_config.model_config, speculative.draft_model_config
+    return Settings(
+        config=config,
+        gamma=gamma,
+        unit=unit,
+        block_size=block_size,
+        budget_units=budget_units,
+        lookahead_units=lookahead // unit,
+        dilation_tokens=gamma + 1 if config.dilate_history else 0,
+        target_heads=_resolve_heads(config.target_heads, "target_heads", *_shape(target)),
+        draft_heads=_resolve_heads(config.draft_heads, "draft_heads", *_shape(draft)),
+    )
+
+
+def _resolve_unit(config: DustinConfig, block_size: int) -> int:
+    from vllm.platforms import current_platform
+
+    if config.granularity == "token":
+        if current_platform.is_cpu():
+            raise ConfigError(
+                "dustin.granularity='token' needs a GPU: the CPU backend packs its blocks; "
+                "use 'block' or 'auto'"
+            )
+        return 1
+    return block_size
+
+
+def _shape(model: ModelConfig) -> tuple[int, int]:
+    text = model.hf_text_config
+    return text.num_hidden_layers, text.num_attention_heads
+
+
+def describe(model: str, draft: str | None, additional_config: dict[str, Any]) -> dict[str, Any]:
+    """Effective settings of a model pair, as ``dustin config`` prints them.
+
+    Raises:
+        ConfigError: the pair or a setting is refused.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    speculative = None
+    if draft is not None:
+        speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": 4}
+    try:
+        vllm_config = EngineArgs(
+            model=model,
+            attention_backend="DUSTIN",
+            speculative_config=speculative,
+            additional_config=additional_config,
+        ).create_engine_config()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not is_active(vllm_config):
+        return {"active": False, "settings": read_config(additional_config).model_dump()}
+    settings = resolve(vllm_config)
+    return {
+        "active": True,
+        "gamma": settings.gamma,
+        "unit_tokens": settings.unit,
+        "budget_units": settings.budget_units,
+        "lookahead_units": settings.lookahead_units,
+        "dilation_tokens": settings.dilation_tokens,
+        "target_scoring_heads": {str(i): heads for i, heads in settings.target_heads.layers},
+        "draft_scoring_heads": {str(i): heads for i, heads in settings.draft_heads.layers},
+        "settings": settings.config.model_dump(),
+    }

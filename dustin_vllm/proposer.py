@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter: vLLM's draft-model proposer, which also makes the next selection."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+if TYPE_CHECKING:
+    from dustin_vllm.runtime import DustinRuntime
+
+
+class DustinProposer(DraftModelProposer):
+    """Drafts as vLLM does, with the scoring queries of every draft pass kept.
+
+    vLLM constructs the plain proposer; ``runtime.attach`` turns that object into this class.
+    """
+
+    runtime: DustinRuntime
+    _first_pass_rows: torch.Tensor
+
+    def set_inputs_first_pass(self, *args: Any, **kwargs: Any) -> tuple[int, torch.Tensor, Any]:
+        num_tokens, rows, metadata = super().set_inputs_first_pass(*args, **kwargs)
+        self._first_pass_rows = rows
+        return num_tokens, rows, metadata
+
+    def build_per_group_and_layer_attn_metadata(
+        self, common_attn_metadata: Any, draft_index: int = 0
+    ) -> tuple[list[object], dict[str, object]]:
+        # Called once before every draft pass. The first pass runs the accepted tokens too, so
+        # each sequence's query sits where its draft is sampled; later passes have a row each.
+        self.runtime.begin_draft_pass(self._first_pass_rows if draft_index == 0 else None)
+        return super().build_per_group_and_layer_attn_metadata(common_attn_metadata, draft_index)
+
+    def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """See ``DraftModelProposer.propose``. Afterwards the selections for the next
+        verification step are published."""
+        metadata = kwargs["common_attn_metadata"]
+        self.runtime.begin_scoring(metadata, kwargs.get("num_rejected_tokens_gpu"))
+        draft_token_ids = super().propose(*args, **kwargs)
+        self.runtime.finish_scoring()
+        return draft_token_ids

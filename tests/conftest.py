@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random models for engine tests, and helpers to run engines inside the test process."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# In this process the engine core, scheduler and worker are plain objects that tests can look at.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+VOCAB = 512
+GAMMA = 4
+
+
+def write_tiny_qwen2(
+    path: Path, layers: int, heads: int = 4, kv_heads: int = 2, seed: int = 0, **config: Any
+) -> Path:
+    """A random Qwen2 with head_dim 32 whose attention is sharp enough to look far back."""
+    from safetensors.torch import save_file
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    model_config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32 * heads,
+        intermediate_size=64 * heads,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        **config,
+    )
+    model = Qwen2ForCausalLM(model_config).float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_proj.weight" in name or "k_proj.weight" in name:
+                weight.mul_(8)
+            if any(f"layers.{late}." in name for late in range(2, layers)) and "_proj" in name:
+                weight.mul_(0.7)  # the draft is the first 2 layers: let it be right often
+    path.mkdir(parents=True)
+    weights = {k: v.contiguous() for k, v in model.state_dict().items()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    data = model_config.to_dict()
+    data.update(architectures=["Qwen2ForCausalLM"], torch_dtype="float32")
+    (path / "config.json").write_text(json.dumps(data))
+    return path
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random 4-layer target."""
+    return write_tiny_qwen2(tmp_path_factory.mktemp("models") / "target", layers=4)
+
+
+@pytest.fixture(scope="session")
+def draft(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
+    """The target's first 2 layers: acceptance is real but partial."""
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path_factory.mktemp("models") / "draft"
+    path.mkdir()
+    data = json.loads((target / "config.json").read_text())
+    data["num_hidden_layers"] = 2
+    data.pop("layer_types", None)
+    (path / "config.json").write_text(json.dumps(data))
+    weights = load_file(target / "model.safetensors")
+    kept = {k: v for k, v in weights.items() if ".layers.2." not in k and ".layers.3." not in k}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    """A random prompt that repeats itself, so that attention has something to find."""
+    generator = torch.Generator().manual_seed(seed)
+    phrase = torch.randint(2, VOCAB, (max(1, length // 3),), generator=generator).tolist()
+    return (phrase * 4)[:length]
+
+
+def engine_args(target: Path, draft: Path | None, dustin: dict[str, Any] | None, **kw: Any) -> dict:
+    """Arguments of ``LLM``; ``dustin`` None means stock vLLM."""
+    args: dict[str, Any] = dict(
+        model=str(target),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        block_size=32,
+        kv_cache_memory_bytes=1 << 28,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        seed=0,
+    )
+    if draft is not None:
+        args["speculative_config"] = {
+            "method": "draft_model",
+            "model": str(draft),
+            "num_speculative_tokens": GAMMA,
+        }
+    if dustin is not None:
+        args["attention_backend"] = "DUSTIN"
+        args["additional_config"] = {"dustin": {"dense_below": 0, **dustin}}
+    return {**args, **kw}
+
+
+@pytest.fixture
+def make_llm() -> Iterator[Callable[..., Any]]:
+    """Starts engines in this process, one at a time, and takes them down again."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    alive: list[Any] = []
+
+    def stop() -> None:
+        while alive:
+            llm = alive.pop()
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+    def start(*args: Any, **kw: Any) -> Any:
+        stop()
+        alive.append(LLM(**engine_args(*args, **kw)))
+        return alive[-1]
+
+    yield start
+    stop()
+
+
+def generate(llm: Any, prompts: list[list[int]], max_tokens: int = 32) -> list[list[int]]:
+    """Greedy token ids of every prompt."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def runtime_of(llm: Any) -> Any:
+    """The DustinRuntime of an engine in this process."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return worker.model_runner.dustin
+
+
+def acceptance(llm: Any) -> tuple[int, int]:
+    """(draft tokens, accepted draft tokens) so far."""
+    values = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    return (
+        int(values["vllm:spec_decode_num_draft_tokens"]),
+        int(values["vllm:spec_decode_num_accepted_tokens"]),
+    )

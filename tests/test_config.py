@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything a user can get wrong is refused when vLLM builds its configuration."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import engine_args, write_tiny_qwen2
+
+from dustin_vllm import config
+from dustin_vllm.config import ConfigError
+
+
+def build(target, draft, dustin, **kw):
+    """The configuration that ``LLM`` or ``vllm serve`` would start with."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(**engine_args(target, draft, dustin, **kw)).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bugdet": 512}, "additional_config.dustin.bugdet is not a setting.*'budget'"),
+        ({"budget": -1}, "additional_config.dustin.budget=-1.*greater than or equal to 1"),
+        ({"budget": "many"}, "budget='many'"),
+        ({"merge": "mix"}, "merge='mix'.*'fill' or 'weighted'"),
+        ({"lookahead_weight": 1.5}, "lookahead_weight=1.5"),
+        ({"budget": 16}, "dustin.budget=16 is less than one unit of 32.*32 or more"),
+        ({"budget": 64}, "budget=64.*cannot hold sinks=4 and recent=64.*96 or more"),
+        ({"granularity": "token"}, "granularity='token' needs a GPU"),
+        ({"profile": "no-such-pair"}, "profile='no-such-pair': neither a shipped profile"),
+        ({"target_heads": [{"layer": 9}]}, "layer=9, but the model has layers 0..3"),
+        ({"target_heads": [{"layer": 1, "heads": [4]}]}, "valid heads are 0..3"),
+        ({"draft_heads": [{"layer": 0}, {"layer": 0}]}, "layer=0 is named twice"),
+        ({"draft_heads": []}, "draft_heads=\\[\\]: name at least one layer"),
+        ({"draft_heads": [{"layer": 0, "head": [1]}]}, "draft_heads.0.head is not a setting"),
+    ],
+)
+def test_wrong_settings_are_refused_at_start(target, draft, settings, message):
+    with pytest.raises(ValueError, match=message):
+        build(target, draft, settings)
+
+
+def test_settings_must_be_an_object(target, draft):
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        build(target, draft, {}, additional_config={"dustin": [1]})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+        ({"enable_lora": True}, "LoRA"),
+    ],
+)
+def test_unsupported_modes_are_refused_at_start(target, draft, arguments, message):
+    speculative = engine_args(target, draft, {})["speculative_config"]
+    if "tensor_parallel_size" in arguments:
+        speculative["draft_tensor_parallel_size"] = 2
+    with pytest.raises(ValueError, match=message):
+        build(target, draft, {}, speculative_config=speculative, **arguments)
+
+
+def test_sliding_window_is_refused_at_start(tmp_path, draft):
+    window = write_tiny_qwen2(
+        tmp_path / "window",
+        layers=4,
+        use_sliding_window=True,
+        sliding_window=128,
+        max_window_layers=0,
+    )
+    with pytest.raises(ValueError, match="sliding window.*128"):
+        build(window, draft, {})
+
+
+def test_mla_is_refused_at_start(tmp_path, draft):
+    mla = tmp_path / "mla"
+    mla.mkdir()
+    sizes = dict(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=64,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        max_position_embeddings=4096,
+        first_k_dense_replace=2,
+    )
+    (mla / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["DeepseekV2ForCausalLM"],
+                "model_type": "deepseek_v2",
+                "torch_dtype": "float32",
+                **sizes,
+            }
+        )
+    )
+    with pytest.raises(ValueError, match="MLA"):
+        build(mla, draft, {}, block_size=16)
+
+
+def test_another_draft_backend_is_refused_at_start(target, draft):
+    speculative = engine_args(target, draft, {})["speculative_config"]
+    speculative["attention_backend"] = "CPU_ATTN"
+    with pytest.raises(ValueError, match="attention_backend=CPU_ATTN.*leave it out"):
+        build(target, draft, {}, speculative_config=speculative)
+
+
+def test_resolved_settings(target, draft):
+    vllm_config = build(target, draft, {"budget": 200, "lookahead": 70, "recent": 40})
+    settings = config.resolve(vllm_config)
+    assert (settings.unit, settings.budget_units, settings.lookahead_units) == (32, 6, 2)
+    assert settings.dilation_tokens == settings.gamma + 1 == 5
+    assert settings.target_heads.layers == ((2, (0, 1, 2, 3)),)
+    assert settings.draft_heads.layers == ((1, (0, 1, 2, 3)),)
+    assert vllm_config.speculative_config.attention_backend.name == "DUSTIN"
+
+
+def test_block_size_is_32_unless_the_user_says_otherwise(target, draft):
+    assert build(target, draft, {}, block_size=None).cache_config.block_size == 32
+    assert config.resolve(build(target, draft, {"recent": 64}, block_size=64)).unit == 64
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layers"),
+    [
+        (1, [0]),
+        (4, [2]),
+        (24, [2, 5, 8, 11, 14, 17, 20, 23]),
+        (80, [2, 11, 20, 29, 41, 50, 59, 68]),
+    ],
+)
+def test_default_layers(num_layers, layers):
+    assert config.default_layers(num_layers) == layers
+
+
+def profile_file(path, **changes):
+    content = {
+        "format": 1,
+        "target": "tiny",
+        "draft": "tiny",
+        "calibrated": False,
+        "source": "test",
+        "settings": {"budget": 320, "sinks": 8},
+        **changes,
+    }
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_user_settings_override_a_profile_which_overrides_defaults(tmp_path):
+    path = profile_file(tmp_path / "p.json")
+    read = config.read_config({"dustin": {"profile": path, "sinks": 2}})
+    assert (read.budget, read.sinks, read.recent) == (320, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "format=2"),
+        ({"settings": {"budgets": 1}}, "settings.budgets is not a setting"),
+        ({"settings": {"profile": "x"}}, "settings.profile is not allowed"),
+        ({"note": "x"}, "note is not a setting"),
+    ],
+)
+def test_bad_profiles_are_refused(tmp_path, changes, message):
+    path = profile_file(tmp_path / "p.json", **changes)
+    with pytest.raises(ConfigError, match=message):
+        config.read_config({"dustin": {"profile": path}})
+
+
+def test_corrupted_and_oversized_profiles_are_refused(tmp_path):
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        config.load_profile(str(broken))
+    broken.write_bytes(b" " * (config.MAX_PROFILE_BYTES + 1))
+    with pytest.raises(ConfigError, match="larger than"):
+        config.load_profile(str(broken))
+
+
+def test_describe(target, draft):
+    shown = config.describe(str(target), str(draft), {"dustin": {"budget": 512}})
+    assert shown["budget_units"] == 16
+    assert shown["target_scoring_heads"] == {"2": (0, 1, 2, 3)}
+    json.dumps(shown)
+    with pytest.raises(ConfigError, match="budget"):
+        config.describe(str(target), str(draft), {"dustin": {"budget": 0}})
