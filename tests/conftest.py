@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
+import os
+
+# Read when torch and vLLM are imported, so before anything else.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# In this process the engine core, scheduler and worker are plain objects that tests can look at.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import gc
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-# In this process the engine core, scheduler and worker are plain objects that tests can look at.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 VOCAB = 512
 GAMMA = 4
@@ -92,20 +94,20 @@ def tokens(seed: int, length: int) -> list[int]:
 
 def engine_args(target: Path, draft: Path | None, dustin: dict[str, Any] | None, **kw: Any) -> dict:
     """Arguments of ``LLM``; ``dustin`` None means stock vLLM."""
-    args: dict[str, Any] = dict(
-        model=str(target),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=2048,
-        max_num_seqs=4,
-        max_num_batched_tokens=256,
-        block_size=32,
-        kv_cache_memory_bytes=1 << 28,
-        enable_prefix_caching=True,
-        disable_log_stats=False,
-        seed=0,
-    )
+    args: dict[str, Any] = {
+        "model": str(target),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 1 << 28,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
     if draft is not None:
         args["speculative_config"] = {
             "method": "draft_model",

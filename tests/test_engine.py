@@ -3,18 +3,158 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from conftest import acceptance, generate, runtime_of, tokens
+import torch
+from conftest import GAMMA, acceptance, generate, runtime_of, tokens
+from vllm import SamplingParams
+from vllm.v1.attention.backends import cpu_attn
+
+from dustin_vllm import cpu_ops, reference
+from dustin_vllm.backend_cpu import DustinCPUAttentionBackendImpl
+from dustin_vllm.runtime import DustinRuntime
 
 pytestmark = pytest.mark.engine
 
-SPARSE = {"budget": 128, "recent": 32}
+SPARSE = {"budget": 160, "recent": 32}
 PROMPTS = [tokens(i, n) for i, n in enumerate((300, 5, 520, 133, 256, 417))]
+
+
+def rows_to_keys(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
+    """[L, Hkv, D] keys of one sequence from a packed cache."""
+    keys = cpu_ops.unpack_keys(cache[blocks.long()], "vec")
+    return keys.transpose(1, 2).flatten(0, 1)[:length]
+
+
+class Spy:
+    """Looks over the engine's shoulder at every layer of every step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps = 0
+        self.kv_tokens_read = 0
+        self.sparse_rows = 0
+        self.selections = 0
+        self.outputs_checked = 0
+        self._full: Any = None
+        self._runtime: Any = None
+        self._layer: Any = None
+        spy = self
+        plan = DustinRuntime.plan_verification
+        forward = DustinCPUAttentionBackendImpl.forward
+        kernel = cpu_attn.ops.cpu_attention_with_kv_cache
+        finish = DustinRuntime.finish_scoring
+
+        def plan_verification(runtime, metadata):
+            spy._runtime, spy._full = runtime, metadata
+            return plan(runtime, metadata)
+
+        def layer_forward(impl, layer, query, *args, **kwargs):
+            spy._layer = layer
+            return forward(impl, layer, query, *args, **kwargs)
+
+        def attention(**kw):
+            kernel(**kw)
+            if spy._runtime is None:
+                return  # stock vLLM
+            name = spy._layer.layer_name
+            if not name.startswith("draft_model"):
+                spy.look(kw, first_layer=".layers.0." in name)
+
+        def finish_scoring(runtime):
+            expected = spy.expected_selections(runtime)
+            finish(runtime)
+            for (request, context), units in expected.items():
+                published = runtime.scores._slots[request]
+                assert published.context == context
+                assert published.selection.tolist() == units
+                spy.selections += 1
+
+        monkeypatch.setattr(DustinRuntime, "plan_verification", plan_verification)
+        monkeypatch.setattr(DustinCPUAttentionBackendImpl, "forward", layer_forward)
+        monkeypatch.setattr(cpu_attn.ops, "cpu_attention_with_kv_cache", attention)
+        monkeypatch.setattr(DustinRuntime, "finish_scoring", finish_scoring)
+
+    def look(self, kw: dict[str, Any], first_layer: bool) -> None:
+        """Check what the kernel was handed, and what it computed, row by row."""
+        table, lens, starts = kw["block_table"], kw["seq_lens"], kw["query_start_loc"]
+        for i, row in enumerate(self._runtime._rows):
+            full_table = self._full.block_table_tensor[i]
+            if row.selection is None:
+                assert lens[i] == row.seq_len
+                used = -(-row.seq_len // 32)
+                assert torch.equal(table[i, :used], full_table[:used])
+            else:
+                entries, length = reference.compact_row(
+                    full_table.tolist(), row.selection.tolist(), row.context, row.seq_len, 32, 32
+                )
+                assert lens[i] == length < row.seq_len
+                assert table[i, : len(entries)].tolist() == entries
+                if first_layer:
+                    self.sparse_rows += 1
+                self.check_output(kw, i, row, full_table, starts)
+            generated = row.seq_len > row.request.num_prompt_tokens
+            if first_layer and generated and row.context == row.request.num_tokens - 1:
+                self.kv_tokens_read += int(lens[i])
+        self.steps += first_layer
+
+    def check_output(self, kw, i, row, full_table, starts) -> None:
+        """The kernel's output equals masked attention over the whole, uncompacted sequence."""
+        blocks = full_table[: -(-row.seq_len // 32)]
+        keys = rows_to_keys(kw["key_cache"], blocks, row.seq_len)
+        values = kw["value_cache"][blocks.long()].transpose(1, 2).flatten(0, 1)[: row.seq_len]
+        span = slice(int(starts[i]), int(starts[i + 1]))
+        wanted = reference.sparse_attention(
+            kw["query"][span], keys, values, kw["scale"], row.selection.tolist(), row.context, 32
+        )
+        assert (kw["output"][span] - wanted).norm() < 1e-5 * wanted.norm()
+        self.outputs_checked += 1
+
+    def expected_selections(self, runtime: Any) -> dict[tuple[str, int], list[int]]:
+        """What the reference would publish, from the same captured queries and caches."""
+        expected: dict[tuple[str, int], list[int]] = {}
+        if runtime._history is None:
+            return expected
+        s = runtime.settings
+        for i, row in enumerate(runtime._to_score):
+            context = int(runtime._contexts[i])
+            table = runtime._block_table[i]
+            total, heads = torch.zeros(context + GAMMA), 0
+            for capture in runtime.draft.captures:
+                queries = torch.stack([q[i] for q in capture.taken])
+                length = context + len(capture.taken)
+                keys = rows_to_keys(capture.key_cache(), table[: -(-length // 32)], length)
+                keys = keys[:, capture.kv_heads.long()]
+                scores = reference.token_scores(queries, keys, capture.layer.impl.scale)
+                total += scores * queries.shape[1]
+                heads += queries.shape[1]
+            lookahead = reference.unit_scores(total / heads, context, s.unit)
+            history = reference.unit_scores(runtime._history[i], context, s.unit, GAMMA + 1)
+            units = reference.select_units(
+                lookahead.tolist(),
+                history.tolist(),
+                context,
+                s.unit,
+                s.budget_units,
+                s.config.sinks,
+                s.config.recent,
+                s.config.merge,
+                s.lookahead_units,
+                s.config.lookahead_weight,
+            )
+            expected[runtime._rows[row].request_id, context] = units
+        return expected
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    return Spy(monkeypatch)
 
 
 def test_budget_above_context_equals_stock(make_llm, target, draft):
     """Six requests over four slots, chunked prefill and prefix caching on."""
     stock = generate(make_llm(target, draft, None), PROMPTS)
+    assert len({tuple(ids) for ids in stock}) == len(PROMPTS)
     llm = make_llm(target, draft, {"budget": 4096})
     assert generate(llm, PROMPTS) == stock
     assert generate(llm, PROMPTS) == stock  # again, from the prefix cache
@@ -23,7 +163,150 @@ def test_budget_above_context_equals_stock(make_llm, target, draft):
     assert stats["dense_rows"]["short_context"] == stats["verification_rows"] > 0
 
 
-def test_sparse(make_llm, target, draft):
+def test_self_draft_accepts_everything(make_llm, target):
+    llm = make_llm(target, target, {"budget": 4096}, enable_prefix_caching=False)
+    # 1 + 6 * 5 tokens: the prompt's token, then six full verification steps.
+    generate(llm, PROMPTS, max_tokens=1 + 6 * (GAMMA + 1))
+    drafted, accepted = acceptance(llm)
+    assert accepted == drafted == len(PROMPTS) * 6 * GAMMA
+
+
+def test_sparse_rows_read_the_selection_only(make_llm, target, draft, spy):
+    """Tables, lengths, outputs and selections all equal the reference; counters equal the spy."""
+    llm = make_llm(target, draft, {**SPARSE, "sample_recovery_every": 1})
+    generate(llm, PROMPTS)
+    stats = runtime_of(llm).stats()
+    assert stats["sparse_rows"] == spy.sparse_rows > 20
+    assert stats["kv_tokens_read"] == spy.kv_tokens_read < stats["kv_tokens_full"]
+    assert stats["selections"] == spy.selections > 20
+    assert spy.outputs_checked == 4 * spy.sparse_rows  # every target layer
+    assert stats["sparse_rows"] + stats["dense_rows"]["short_context"] == stats["verification_rows"]
+    assert stats["recovery_samples"] == stats["sparse_rows"]
+    assert 0 < stats["recovery_sum"] / stats["recovery_samples"] < 1
+    _, accepted = acceptance(llm)
+    assert accepted > 0
+
+
+def test_weighted_merge_and_max_aggregation_run(make_llm, target, draft):
+    llm = make_llm(target, draft, {**SPARSE, "merge": "weighted", "aggregate": "max"})
+    generate(llm, PROMPTS[:1])
+    assert runtime_of(llm).stats()["sparse_rows"] > 0
+
+
+def test_dense_reasons_are_counted(make_llm, target, draft):
+    llm = make_llm(target, draft, {**SPARSE, "dense_below": 310}, enable_prefix_caching=False)
+    generate(llm, [tokens(0, 300)], max_tokens=30)
+    stats = runtime_of(llm).stats()
+    assert stats["dense_rows"]["prefill"] == 2  # 256 + 44 tokens
+    assert stats["dense_rows"]["short_context"] > 0  # contexts 300..309
+    assert stats["sparse_rows"] > 0
+    assert set(stats["dense_rows"]) == {"prefill", "short_context"}
+    dense = sum(stats["dense_rows"].values()) - 2
+    assert dense + stats["sparse_rows"] == stats["verification_rows"]
+
+
+def test_a_skipped_proposal_makes_the_next_row_dense(make_llm, target, draft, monkeypatch):
+    """vLLM skips drafting near the draft's length limit; old selections must not be used."""
     llm = make_llm(target, draft, SPARSE)
-    out = generate(llm, PROMPTS)
-    print(runtime_of(llm).stats(), acceptance(llm), out[0])
+    runner = runtime_of(llm).runner
+    fits = runner._input_fits_in_drafter
+    calls = []
+    monkeypatch.setattr(
+        runner, "_input_fits_in_drafter", lambda m: calls.append(0) or (len(calls) != 4 and fits(m))
+    )
+    generate(llm, [tokens(0, 250)])
+    assert runtime_of(llm).stats()["dense_rows"]["no_selection"] == 1
+
+
+@pytest.mark.parametrize("last_chunk", [1, GAMMA, GAMMA + 1, GAMMA + 2])
+def test_a_prompt_chunk_of_verification_length_is_prefill(make_llm, target, draft, last_chunk):
+    """A chunk of gamma + 1 prompt tokens looks like a verification and must be dense."""
+    prompt = tokens(7, 256 + last_chunk)
+    whole = make_llm(target, draft, SPARSE, max_num_batched_tokens=512)
+    expected = generate(whole, [prompt])
+    chunked = make_llm(target, draft, SPARSE, max_num_batched_tokens=256)
+    assert generate(chunked, [prompt]) == expected
+    stats = runtime_of(chunked).stats()
+    assert stats["dense_rows"] == {"prefill": 2}
+    assert stats["sparse_rows"] == stats["verification_rows"] > 0
+
+
+def test_output_does_not_depend_on_the_batch(make_llm, target, draft):
+    """Six requests of different lengths over four slots: rows move, slots are reused."""
+    llm = make_llm(target, draft, SPARSE, enable_prefix_caching=False)
+    alone = [generate(llm, [prompt])[0] for prompt in PROMPTS]
+    params = [
+        SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+        for n in (32, 9, 20, 32, 14, 27)
+    ]
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    together = llm.generate(prompts, params, use_tqdm=False)
+    for output, expected in zip(together, alone, strict=True):
+        ids = list(output.outputs[0].token_ids)
+        assert ids == expected[: len(ids)]
+    llm.llm_engine.step()
+    assert runtime_of(llm).stats()["live_sequences"] <= 4
+
+
+def test_preemption_and_resume(make_llm, target, draft, spy):
+    """A cache too small for the batch. Recomputed tokens are prefill, then rows go on sparse."""
+    prompts = [tokens(i, 200 + 7 * i) for i in range(4)]
+    small = {"num_gpu_blocks_override": 40, "max_model_len": 1024, "enable_prefix_caching": False}
+    stock = generate(make_llm(target, draft, None, **small), prompts, max_tokens=160)
+    llm = make_llm(target, draft, {"budget": 4096}, **small)
+    assert generate(llm, prompts, max_tokens=160) == stock
+
+    llm = make_llm(target, draft, SPARSE, **small)
+    outputs = generate(llm, prompts, max_tokens=160)
+    assert [len(ids) for ids in outputs] == [160] * 4
+    preemptions = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    assert preemptions["vllm:num_preemptions"] > 0
+    stats = runtime_of(llm).stats()
+    assert stats["dense_rows"]["prefill"] > 4  # one chunk each, and recomputation
+    assert stats["sparse_rows"] == spy.sparse_rows > 0
+    assert "no_selection" not in stats["dense_rows"]
+
+
+def run_until(engine: Any, request_id: str, stop_after: int | None = None) -> list[int]:
+    """Step the engine; the tokens of one request when it is done or has enough of them."""
+    ids: list[int] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.request_id == request_id:
+                ids = list(output.outputs[0].token_ids)
+        if stop_after is not None and len(ids) >= stop_after:
+            break
+    return ids
+
+
+def test_abort_then_the_same_id_again(make_llm, target, draft):
+    """The second request of that id is another sequence; no state of the first may reach it."""
+    llm = make_llm(target, draft, SPARSE, enable_prefix_caching=False)
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    first, second = tokens(1, 400), tokens(2, 400)
+    expected = generate(llm, [second], max_tokens=24)[0]
+    engine.add_request("same", {"prompt_token_ids": first}, params)
+    run_until(engine, "same", stop_after=10)
+    engine.abort_request(["same"])
+    engine.add_request("same", {"prompt_token_ids": second}, params)
+    assert run_until(engine, "same") == expected
+
+
+def test_the_backend_without_a_draft_is_the_stock_backend(make_llm, target):
+    expected = generate(make_llm(target, None, None), PROMPTS[:2])
+    assert generate(make_llm(target, None, SPARSE), PROMPTS[:2]) == expected
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    llm = make_llm(target, None, SPARSE, speculative_config=ngram)
+    assert generate(llm, PROMPTS[:2]) == expected
+
+
+def test_sampling_with_a_temperature_runs_sparse(make_llm, target, draft):
+    llm = make_llm(target, draft, SPARSE)
+    params = SamplingParams(
+        temperature=1.0, max_tokens=24, ignore_eos=True, detokenize=False
+    )
+    prompts = [{"prompt_token_ids": p} for p in PROMPTS[:3]]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [24] * 3
+    assert runtime_of(llm).stats()["sparse_rows"] > 0
