@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The name DUSTIN exists in every process, survives spawn, and changes nothing for others."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import engine_args
+
+from dustin_vllm import compat, patches
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_python(code: str, **env: str) -> str:
+    """Run code in a fresh interpreter; its standard output."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def config_of(target, draft, dustin):
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(**engine_args(target, draft, dustin)).create_engine_config()
+
+
+def test_name_is_accepted_in_any_case(target, draft):
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = engine_args(target, draft, {})
+    for name in ("DUSTIN", "dustin"):
+        made = EngineArgs(**{**args, "attention_backend": name}).create_engine_config()
+        assert made.attention_config.backend.name == "DUSTIN"
+        assert made.attention_config.backend.get_class().get_name() == "DUSTIN"
+
+
+def test_configuration_is_unpickled_before_plugins_are_loaded(target, draft, tmp_path):
+    """What a spawned engine core or worker does first."""
+    file = tmp_path / "config.pickle"
+    file.write_bytes(pickle.dumps(config_of(target, draft, {"budget": 512})))
+    out = run_python(
+        "import pickle, sys\n"
+        f"config = pickle.load(open({str(file)!r}, 'rb'))\n"
+        "import vllm.plugins\n"
+        "assert not vllm.plugins.plugins_loaded\n"
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum as E\n"
+        "backend = config.attention_config.backend\n"
+        "assert backend is E['DUSTIN'] is copy.deepcopy(backend)\n"
+        "print(backend.name, config.speculative_config.attention_backend.name,"
+        " config.additional_config)".replace("import pickle, sys", "import copy, pickle, sys")
+    )
+    assert out.split()[:2] == ["DUSTIN", "DUSTIN"]
+    assert "'budget': 512" in out
+
+
+def test_copies_of_the_member_are_the_member(target, draft):
+    backend = config_of(target, draft, {}).attention_config.backend
+    assert copy.copy(backend) is backend
+    assert copy.deepcopy({"a": backend})["a"] is backend
+    assert pickle.loads(pickle.dumps(backend)) is backend
+
+
+def test_other_backends_are_untouched():
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum as E
+
+    assert E.CPU_ATTN.value == "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+    assert pickle.loads(pickle.dumps(E.CPU_ATTN)) is E.CPU_ATTN
+    assert E.CUSTOM.value is None
+
+
+STOCK = """
+import json, os
+from vllm.engine.arg_utils import EngineArgs
+args = json.loads(os.environ["ARGS"])
+config = EngineArgs(**args).create_engine_config()
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm import LLM, SamplingParams
+llm = LLM(**args)
+runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+out = llm.generate([{"prompt_token_ids": list(range(2, 200))}],
+    SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False), use_tqdm=False)
+print("RESULT", json.dumps({
+    "hash": config.compute_hash(),
+    "config": str(config),
+    "ids": list(out[0].outputs[0].token_ids),
+    "builder": GPUModelRunner.initialize_metadata_builders.__module__,
+    "patched": hasattr(GPUModelRunner.initialize_metadata_builders, "__dustin__"),
+    "drafter": type(runner.drafter).__module__,
+    "extension": config.parallel_config.worker_extension_cls,
+    "attached": hasattr(runner, "dustin"),
+}))
+"""
+
+
+@pytest.mark.engine
+def test_without_the_flag_vllm_is_as_without_the_plugin(target, draft):
+    args = json.dumps(engine_args(target, draft, None))
+    results = []
+    for plugins in ("dustin", ""):
+        out = run_python(STOCK, ARGS=args, VLLM_PLUGINS=plugins)
+        line = next(line for line in out.splitlines() if line.startswith("RESULT"))
+        results.append(json.loads(line.removeprefix("RESULT ")))
+    with_plugin, without = results
+    assert with_plugin == without
+    assert without["drafter"] == "vllm.v1.spec_decode.draft_model"
+    assert not with_plugin["patched"]
+
+
+def test_every_patch_is_in_the_ledger_and_its_symbol_exists():
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    patches.apply_runner_patch()
+    platform = type(current_platform)
+    owners = {
+        "AttentionBackendEnum.DUSTIN": AttentionBackendEnum,
+        "CpuPlatform.get_attn_backend_cls": platform,
+        "current_platform.check_and_update_config": platform,
+        "GPUModelRunner.initialize_metadata_builders": GPUModelRunner,
+    }
+    assert {".".join(p.symbol.split(".")[-2:]) for p in patches.LEDGER} == set(owners)
+    for symbol, owner in owners.items():
+        assert hasattr(owner, symbol.split(".")[1])
+    for patch in patches.LEDGER:
+        assert all(vars(patch).values())
+    # Nothing outside the ledger module assigns into vLLM's classes.
+    for file in (ROOT / "dustin_vllm").glob("*.py"):
+        if file.name != "patches.py":
+            assert "setattr(" not in file.read_text(), file.name
+
+
+def test_a_symbol_patched_by_somebody_else_is_refused():
+    class Owner:
+        def method(self) -> None: ...
+
+    Owner.method.__module__ = "other_plugin.patches"
+    with pytest.raises(RuntimeError, match=r"Owner\.method is already patched by other_plugin"):
+        patches._wrap(Owner, "method", lambda original: original)
+    with pytest.raises(RuntimeError, match=r"Owner\.gone does not exist in this vLLM"):
+        patches._wrap(Owner, "gone", lambda original: original)
+
+
+def test_patching_twice_wraps_once():
+    class Owner:
+        def method(self) -> int:
+            return 1
+
+    Owner.method.__module__ = "vllm.fake"
+    for _ in range(2):
+        patches._wrap(Owner, "method", lambda original: lambda self: original(self) + 1)
+    assert Owner().method() == 2
+
+
+def test_a_failed_registration_does_not_stop_vllm_but_is_raised_when_chosen(monkeypatch):
+    monkeypatch.setattr(patches, "_failure", None)
+    monkeypatch.setattr(compat, "vllm_distribution", lambda: ("vllm", "0.12.0"))
+    patches.apply()
+    with pytest.raises(RuntimeError, match=r"supports vLLM 0\.26 to 0\.33, found vllm 0\.12\.0"):
+        patches.check()
+
+
+@pytest.mark.parametrize(
+    ("version", "ok"),
+    [
+        ("0.26.0", True),
+        ("0.33.1", True),
+        ("0.32.0+cpu", True),
+        ("0.25.9", False),
+        ("0.34.0", False),
+        ("1.0", False),
+        ("dev", False),
+    ],
+)
+def test_version_window(version, ok):
+    assert compat.supported(version) is ok
+
+
+def test_registering_is_light():
+    """vLLM calls register() in every process; it must not import kernels or the model runner."""
+    out = run_python(
+        "import sys, dustin_vllm\n"
+        "assert 'torch' not in sys.modules and 'vllm' not in sys.modules\n"
+        "dustin_vllm.register(); dustin_vllm.register()\n"
+        "print([m for m in ('vllm.v1.worker.gpu_model_runner', 'dustin_vllm.runtime',"
+        " 'dustin_vllm.backend') if m in sys.modules])"
+    )
+    assert out.strip().endswith("[]")
+
+
+def test_triton_kernels_is_not_a_top_level_package():
+    """That name belongs to OpenAI's MoE kernels, which vLLM probes for."""
+    out = run_python(
+        "import importlib.util as u\n"
+        "print(u.find_spec('triton_kernels'), u.find_spec('dustin_vllm.triton_kernels').name)"
+    )
+    assert out.split() == ["None", "dustin_vllm.triton_kernels"]
