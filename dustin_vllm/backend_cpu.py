@@ -16,7 +16,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from dustin_vllm.runtime import DustinRuntime, QueryCapture
+    from dustin_vllm.runtime import DustinRuntime
+    from dustin_vllm.runtime_cpu import QueryCapture
 
 
 class DustinCPUAttentionBackend(CPUAttentionBackend):

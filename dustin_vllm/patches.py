@@ -191,11 +191,12 @@ def _prepare(platform: Any, vllm_config: Any) -> None:
         )
         return
     speculative = vllm_config.speculative_config
-    if vllm_config.model_config is speculative.draft_model_config:
-        return  # the drafter's copy of a configuration that was checked already
     cache = vllm_config.cache_config
     if vllm_config.device_config.device_type == "cpu" and not cache.user_specified_block_size:
+        # Also for the drafter's copy, which shares this object: the original has just put 128.
         cache.block_size = CPU_BLOCK_SIZE
+    if vllm_config.model_config is speculative.draft_model_config:
+        return  # the rest was checked already
     settings = config.resolve(vllm_config)
     speculative.attention_backend = backend
     parallel = vllm_config.parallel_config

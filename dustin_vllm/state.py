@@ -22,47 +22,75 @@ class DenseReason(str, Enum):
 
     PREFILL = "prefill"  # prompt tokens, or tokens recomputed after preemption
     SHORT_CONTEXT = "short_context"  # nothing to drop, or below dense_below
-    NO_SELECTION = "no_selection"  # no selection was made for exactly this context
+    NO_SELECTION = "no_selection"  # no selection was made in the sequence's previous step
     LONG_QUERY = "long_query"  # more new tokens than gamma + 1
 
 
 @dataclass
 class Slot:
-    """State of one sequence."""
+    """Place of one sequence in ``SequenceScores.selections``."""
 
+    index: int
     request: weakref.ref[Any]
-    context: int = -1  # confirmed tokens for which the selection was made; -1: none
-    selection: torch.Tensor | None = None  # [K] int32 logical units, ascending
+    seen: int = -1  # last step that had the sequence in its batch
+    published: int = -1  # last step that made a selection for it
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the sequence's latest step made a selection.
+
+        Confirmed tokens change in no other way than by a step, so a fresh selection is one
+        made for exactly the context at hand; nothing has to be read back from the device.
+        """
+        return self.published == self.seen >= 0
 
 
 class SequenceScores:
-    """Latest selection of every running sequence.
+    """Latest selection of every sequence, on the device.
 
     A slot belongs to one request object, not only to its id: a request that was aborted and
     submitted again under the same id is another sequence.
+
+    Args:
+        num_slots: sequences that can hold state at once, preempted ones included. When more
+            are alive, the one unseen for longest loses its slot (and is dense for one step).
+        budget_units: units of a selection.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int, budget_units: int, device: torch.device) -> None:
+        # One row more than slots: padded batch rows read and write that one.
+        self.selections = torch.zeros(num_slots + 1, budget_units, dtype=torch.int32, device=device)
+        self._free = list(range(num_slots))
         self._slots: dict[str, Slot] = {}
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def publish(self, request_id: str, request: Any, context: int, selection: torch.Tensor) -> None:
-        """Store the selection for the verification step that follows ``context`` tokens."""
-        self._slots[request_id] = Slot(weakref.ref(request), context, selection)
+    @property
+    def padding_index(self) -> int:
+        """Slot index of rows that are no sequence."""
+        return self.selections.shape[0] - 1
 
-    def fresh(self, request_id: str, request: Any, context: int) -> torch.Tensor | None:
-        """Selection made for exactly this request and context, or None."""
+    def slot(self, request_id: str, request: Any) -> Slot:
+        """The slot of a request; a new one, without a selection, if it has none."""
         slot = self._slots.get(request_id)
-        if slot is None or slot.request() is not request or slot.context != context:
-            return None
-        return slot.selection
+        if slot is not None and slot.request() is request:
+            return slot
+        if slot is not None:
+            self._release(request_id)
+        if not self._free:
+            self._release(min(self._slots, key=lambda known: self._slots[known].seen))
+        slot = Slot(self._free.pop(), weakref.ref(request))
+        self._slots[request_id] = slot
+        return slot
 
-    def drop_missing(self, request_ids: Iterable[str]) -> None:
-        """Forget sequences that are not among ``request_ids`` (finished or aborted)."""
+    def _release(self, request_id: str) -> None:
+        self._free.append(self._slots.pop(request_id).index)
+
+    def keep_only(self, request_ids: Iterable[str]) -> None:
+        """Free the slots of requests that are not among ``request_ids`` (finished, aborted)."""
         for gone in self._slots.keys() - set(request_ids):
-            del self._slots[gone]
+            self._release(gone)
 
 
 @dataclass
@@ -77,7 +105,7 @@ class Counters:
     selections: int = 0
     recovery_sum: float = 0.0
     recovery_samples: int = 0
-    scoring_seconds: float = 0.0
+    scoring_seconds: float = 0.0  # CPU only
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

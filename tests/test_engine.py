@@ -13,7 +13,7 @@ from vllm.v1.attention.backends import cpu_attn
 
 from dustin_vllm import cpu_ops, reference
 from dustin_vllm.backend_cpu import DustinCPUAttentionBackendImpl
-from dustin_vllm.runtime import DustinRuntime
+from dustin_vllm.runtime_cpu import CpuRuntime
 
 pytestmark = pytest.mark.engine
 
@@ -40,10 +40,10 @@ class Spy:
         self._runtime: Any = None
         self._layer: Any = None
         spy = self
-        plan = DustinRuntime.plan_verification
+        plan = CpuRuntime.plan_verification
         forward = DustinCPUAttentionBackendImpl.forward
         kernel = cpu_attn.ops.cpu_attention_with_kv_cache
-        finish = DustinRuntime.finish_scoring
+        finish = CpuRuntime.finish_scoring
 
         def plan_verification(runtime, metadata):
             spy._runtime, spy._full = runtime, metadata
@@ -64,55 +64,55 @@ class Spy:
         def finish_scoring(runtime):
             expected = spy.expected_selections(runtime)
             finish(runtime)
-            for (request, context), units in expected.items():
-                published = runtime.scores._slots[request]
-                assert published.context == context
-                assert published.selection.tolist() == units
+            for slot, units in expected:
+                assert slot.published == slot.seen
+                assert runtime.scores.selections[slot.index].tolist() == units
                 spy.selections += 1
 
-        monkeypatch.setattr(DustinRuntime, "plan_verification", plan_verification)
+        monkeypatch.setattr(CpuRuntime, "plan_verification", plan_verification)
         monkeypatch.setattr(DustinCPUAttentionBackendImpl, "forward", layer_forward)
         monkeypatch.setattr(cpu_attn.ops, "cpu_attention_with_kv_cache", attention)
-        monkeypatch.setattr(DustinRuntime, "finish_scoring", finish_scoring)
+        monkeypatch.setattr(CpuRuntime, "finish_scoring", finish_scoring)
 
     def look(self, kw: dict[str, Any], first_layer: bool) -> None:
         """Check what the kernel was handed, and what it computed, row by row."""
         table, lens, starts = kw["block_table"], kw["seq_lens"], kw["query_start_loc"]
-        for i, row in enumerate(self._runtime._rows):
+        for i, row in enumerate(self._runtime.rows):
             full_table = self._full.block_table_tensor[i]
-            if row.selection is None:
+            if row.dense is not None:
                 assert lens[i] == row.seq_len
                 used = -(-row.seq_len // 32)
                 assert torch.equal(table[i, :used], full_table[:used])
             else:
+                chosen = self._runtime.scores.selections[row.slot.index].tolist()
                 entries, length = reference.compact_row(
-                    full_table.tolist(), row.selection.tolist(), row.context, row.seq_len, 32, 32
+                    full_table.tolist(), chosen, row.context, row.seq_len, 32, 32
                 )
                 assert lens[i] == length < row.seq_len
                 assert table[i, : len(entries)].tolist() == entries
                 if first_layer:
                     self.sparse_rows += 1
-                self.check_output(kw, i, row, full_table, starts)
+                self.check_output(kw, i, row, full_table, starts, chosen)
             generated = row.seq_len > row.request.num_prompt_tokens
             if first_layer and generated and row.context == row.request.num_tokens - 1:
                 self.kv_tokens_read += int(lens[i])
         self.steps += first_layer
 
-    def check_output(self, kw, i, row, full_table, starts) -> None:
+    def check_output(self, kw, i, row, full_table, starts, chosen) -> None:
         """The kernel's output equals masked attention over the whole, uncompacted sequence."""
         blocks = full_table[: -(-row.seq_len // 32)]
         keys = rows_to_keys(kw["key_cache"], blocks, row.seq_len)
         values = kw["value_cache"][blocks.long()].transpose(1, 2).flatten(0, 1)[: row.seq_len]
         span = slice(int(starts[i]), int(starts[i + 1]))
         wanted = reference.sparse_attention(
-            kw["query"][span], keys, values, kw["scale"], row.selection.tolist(), row.context, 32
+            kw["query"][span], keys, values, kw["scale"], chosen, row.context, 32
         )
         assert (kw["output"][span] - wanted).norm() < 1e-5 * wanted.norm()
         self.outputs_checked += 1
 
-    def expected_selections(self, runtime: Any) -> dict[tuple[str, int], list[int]]:
+    def expected_selections(self, runtime: Any) -> list[tuple[Any, list[int]]]:
         """What the reference would publish, from the same captured queries and caches."""
-        expected: dict[tuple[str, int], list[int]] = {}
+        expected: list[tuple[Any, list[int]]] = []
         if runtime._history is None:
             return expected
         s = runtime.settings
@@ -142,7 +142,7 @@ class Spy:
                 s.lookahead_units,
                 s.config.lookahead_weight,
             )
-            expected[runtime._rows[row].request_id, context] = units
+            expected.append((runtime.rows[row].slot, units))
         return expected
 
 
@@ -303,9 +303,7 @@ def test_the_backend_without_a_draft_is_the_stock_backend(make_llm, target):
 
 def test_sampling_with_a_temperature_runs_sparse(make_llm, target, draft):
     llm = make_llm(target, draft, SPARSE)
-    params = SamplingParams(
-        temperature=1.0, max_tokens=24, ignore_eos=True, detokenize=False
-    )
+    params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": p} for p in PROMPTS[:3]]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [len(o.outputs[0].token_ids) for o in outputs] == [24] * 3

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runtime on vLLM's CPU platform: works on just the rows that need it, in torch and C++."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from dustin_vllm import compat, config, cpu_ops, selection
+from dustin_vllm.config import HeadSet, Settings
+from dustin_vllm.runtime import DustinRuntime
+
+logger = logging.getLogger("vllm.dustin_vllm")
+
+LAYOUTS = ("vec", "vec16", "amx")
+
+
+class QueryCapture:
+    """Keeps queries of one scoring layer while it is armed.
+
+    Args:
+        layer: vLLM's attention layer.
+        heads: query-head indices to keep.
+    """
+
+    def __init__(self, layer: Any, heads: tuple[int, ...]) -> None:
+        self.layer = layer
+        self.heads = torch.tensor(heads)
+        group = layer.impl.num_heads // layer.impl.num_kv_heads
+        self.kv_heads = (self.heads // group).to(torch.int32)
+        self.rows: torch.Tensor | None = None  # query rows to keep; None: disarmed
+        self.taken: list[torch.Tensor] = []
+
+    def take(self, query: torch.Tensor) -> None:
+        """query: [tokens, num_heads, head_dim], rotated."""
+        if self.rows is not None:
+            self.taken.append(query.index_select(0, self.rows)[:, self.heads])
+
+    def key_cache(self) -> torch.Tensor:
+        """Packed keys [num_blocks, num_kv_heads, block_size, head_dim], see cpu_ops."""
+        cache = compat.layer_kv_cache(self.layer)
+        num_blocks, num_kv_heads, block_size, _ = cache.shape
+        return cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)[0]
+
+
+class Scorer:
+    """Token scores of one model's scoring heads over its own cache."""
+
+    def __init__(self, layers: dict[int, Any], heads: HeadSet, layout: str, aggregate: str) -> None:
+        self.captures = [QueryCapture(layers[index], chosen) for index, chosen in heads.layers]
+        self.num_heads = heads.num_heads
+        self.layout = layout
+        self.aggregate = aggregate
+        for capture in self.captures:
+            capture.layer.impl.capture = capture
+
+    def arm(self, rows: torch.Tensor | None) -> None:
+        """Keep query rows ``rows`` of the coming forward passes; None: keep nothing."""
+        for capture in self.captures:
+            capture.rows = rows
+
+    def reset(self) -> None:
+        """Forget what was kept."""
+        for capture in self.captures:
+            capture.taken.clear()
+
+    def token_scores(
+        self,
+        queries: list[torch.Tensor],
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Aggregate over layers, heads and queries, see ``reference.token_scores``.
+
+        Args:
+            queries: per scoring layer [R, Q, heads of the layer, head_dim].
+            block_table: [R, MB] int32.
+            seq_lens: [R] int32; query i of a row sits at position seq_len - Q + i.
+
+        Returns:
+            [R, max(seq_lens)] fp32.
+        """
+        rows = self.num_heads * queries[0].shape[1]
+        out = torch.zeros(len(seq_lens), int(seq_lens.max()))
+        for capture, layer_queries in zip(self.captures, queries, strict=True):
+            cpu_ops.token_scores_(
+                out,
+                layer_queries.contiguous(),
+                capture.key_cache(),
+                block_table,
+                seq_lens,
+                capture.kv_heads,
+                float(capture.layer.impl.scale),
+                1.0 / rows,
+                self.layout,
+                self.aggregate,
+            )
+        return out
+
+
+class CpuRuntime(DustinRuntime):
+    """See ``DustinRuntime``.
+
+    Raises:
+        ConfigError: the CPU's KV-cache layout is not one that can be scored.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        settings: Settings,
+        builder: Any,
+        target_layers: dict[int, Any],
+        draft_layers: dict[int, Any],
+    ) -> None:
+        super().__init__(runner, settings, torch.device("cpu"))
+        layout = compat.cpu_isa(builder)
+        if layout not in LAYOUTS:
+            raise config.ConfigError(
+                f"attention backend DUSTIN: this CPU packs its KV cache as {layout!r}; supported "
+                f"are {', '.join(LAYOUTS)} (x86)"
+            )
+        if not cpu_ops.is_built():
+            logger.warning("Dustin's C++ kernels are not built; scoring runs in torch, slowly")
+        aggregate = settings.config.aggregate
+        self.target = Scorer(target_layers, settings.target_heads, layout, aggregate)
+        self.draft = Scorer(draft_layers, settings.draft_heads, layout, aggregate)
+        self._to_score: list[int] = []  # batch rows that get a selection in this step
+        self._history: torch.Tensor | None = None  # [len(to_score), C] token scores
+        self._contexts = torch.empty(0)  # [len(to_score)] int32
+        self._block_table = torch.empty(0)  # [len(to_score), MB] int32
+        self._verified_steps = 0
+
+    def plan_verification(self, metadata: Any) -> Any:
+        self.target.arm(None)
+        self.target.reset()
+        self.decide_rows(metadata)
+        self._to_score = [i for i, row in enumerate(self.rows) if row.needs_selection]
+        if self._to_score:
+            self.target.arm(self._last_query_rows(metadata.query_start_loc_cpu.tolist()))
+        sparse = [i for i, row in enumerate(self.rows) if row.dense is None]
+        if not sparse:
+            return metadata
+        self._verified_steps += 1
+        slots = [self.rows[i].slot.index for i in sparse]
+        table, lens = selection.compact(
+            metadata.block_table_tensor,
+            metadata.seq_lens,
+            sparse,
+            self.scores.selections[slots],
+            [self.rows[i].context for i in sparse],
+            self.settings.block_size,
+        )
+        return metadata.replace(
+            block_table_tensor=table, seq_lens=lens, max_seq_len=int(lens.max())
+        )
+
+    def _last_query_rows(self, starts: list[int]) -> torch.Tensor:
+        """Token rows of the last gamma + 1 queries of every row to be scored.
+
+        [len(to_score) * (gamma + 1)]; a row with fewer queries repeats its first one.
+        """
+        width = self.settings.gamma + 1
+        return torch.tensor(
+            [
+                max(starts[row], starts[row + 1] - width + i)
+                for row in self._to_score
+                for i in range(width)
+            ]
+        )
+
+    def begin_scoring(self, metadata: Any, num_rejected: torch.Tensor | None) -> None:
+        self.target.arm(None)
+        self._history = None
+        if not self._to_score:
+            return
+        started = time.perf_counter()
+        contexts = torch.tensor([self.rows[row].seq_len for row in self._to_score])
+        rejected = torch.zeros_like(contexts)
+        if num_rejected is not None:
+            rejected = num_rejected[self._to_score].to(contexts.dtype)
+        contexts -= rejected
+        width = self.settings.gamma + 1
+        kept = [capture.taken[-1].unflatten(0, (-1, width)) for capture in self.target.captures]
+        self._sample_recovery(kept, metadata.block_table_tensor)
+        # Rejected tokens may have brought a row back to where nothing can be dropped.
+        worth = [i for i, context in enumerate(contexts.tolist()) if not self._is_short(context)]
+        self._to_score = [self._to_score[i] for i in worth]
+        if worth:
+            last = (width - 1 - rejected)[worth]
+            self._contexts = contexts[worth].to(torch.int32)
+            self._block_table = metadata.block_table_tensor[self._to_score]
+            queries = [rows[worth, last][:, None] for rows in kept]
+            self._history = self.target.token_scores(queries, self._block_table, self._contexts)
+            self.draft.reset()
+        self.counters.scoring_seconds += time.perf_counter() - started
+
+    def begin_draft_pass(self, rows: torch.Tensor | None) -> None:
+        if self._history is not None:
+            wanted = torch.tensor(self._to_score)
+            self.draft.arm(wanted if rows is None else rows[wanted].long())
+
+    def finish_scoring(self) -> None:
+        self.draft.arm(None)
+        if self._history is None:
+            return
+        started = time.perf_counter()
+        settings, contexts = self.settings, self._contexts
+        queries = [torch.stack(capture.taken, dim=1) for capture in self.draft.captures]
+        seq_lens = contexts + queries[0].shape[1]
+        lookahead = self.draft.token_scores(queries, self._block_table, seq_lens)
+        lookahead = lookahead[:, : int(contexts.max())].contiguous()
+        unit, dilation = settings.unit, settings.dilation_tokens
+        chosen = selection.merge_and_select(
+            cpu_ops.unit_scores(lookahead, contexts, unit, 0),
+            cpu_ops.unit_scores(self._history, contexts, unit, dilation),
+            contexts,
+            settings,
+        )
+        rows = [self.rows[i] for i in self._to_score]
+        self.scores.selections[[row.slot.index for row in rows]] = chosen
+        self.publish(rows)
+        self._history = None
+        self.counters.scoring_seconds += time.perf_counter() - started
+
+    def _sample_recovery(self, kept: list[torch.Tensor], block_table: torch.Tensor) -> None:
+        """Measure how much attention mass this step's selections covered, now and then.
+
+        Over the target's scoring heads and all verification queries of sparse rows.
+        """
+        every = self.settings.config.sample_recovery_every
+        if not every or self._verified_steps % every:
+            return
+        for index, row_index in enumerate(self._to_score):
+            row = self.rows[row_index]
+            if row.dense is not None:
+                continue
+            num_queries = row.seq_len - row.context
+            mass = self.target.token_scores(
+                [queries[index, -num_queries:][None] for queries in kept],
+                block_table[row_index : row_index + 1],
+                torch.tensor([row.seq_len], dtype=torch.int32),
+            )[0]
+            unit = self.settings.unit
+            tail = row.context // unit
+            units = mass[: tail * unit].view(tail, unit).sum(1)
+            chosen = self.scores.selections[row.slot.index].long()
+            covered = units[chosen].sum() + mass[tail * unit :].sum()
+            self.counters.recovery_sum += float(covered / mass.sum())
+            self.counters.recovery_samples += 1

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI-compatible server, in its usual three processes, with the openai client."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import GAMMA, VOCAB
+from openai import OpenAI
+
+pytestmark = pytest.mark.engine
+
+TEXT = "the quick brown fox jumps over the lazy dog and runs away into the wood. " * 6
+
+
+def add_tokenizer(path: Path) -> None:
+    """A byte-level tokenizer of VOCAB entries, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<s>", "</s>", *alphabet]
+    names += [f"<{i}>" for i in range(VOCAB - len(names))]
+    tokenizer = Tokenizer(models.BPE(vocab={n: i for i, n in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    fast.save_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def client(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """A server with a small budget; its log must stay free of errors."""
+    root = tmp_path_factory.mktemp("server")
+    models = {}
+    for name, source in (("target", target), ("draft", draft)):
+        models[name] = root / name
+        shutil.copytree(source, models[name])
+        add_tokenizer(models[name])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    speculative = {
+        "method": "draft_model",
+        "model": str(models["draft"]),
+        "num_speculative_tokens": GAMMA,
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(models["target"]), "--served-model-name", "tiny"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "4"]
+    command += ["--kv-cache-memory-bytes", str(1 << 28), "--attention-backend", "DUSTIN"]
+    command += ["--speculative-config", json.dumps(speculative)]
+    settings = {"dustin": {"budget": 160, "recent": 32, "dense_below": 0}}
+    command += ["--additional-config", json.dumps(settings)]
+    # The usual way to run: an engine core and a worker, both spawned.
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    env |= {"TMPDIR": str(root)}
+    log = root / "server.log"
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    api = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120)
+    try:
+        deadline = time.monotonic() + 300
+        while True:
+            assert server.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            try:
+                api.models.list()
+                break
+            except Exception:
+                time.sleep(0.5)
+        yield api
+        assert server.poll() is None, log.read_text()[-4000:]
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGTERM)
+        server.wait(30)
+    text = log.read_text()
+    assert "Dustin: budget 160 tokens in 5 units of 32" in text
+    assert "Traceback" not in text, text[-4000:]
+
+
+OPTIONS = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+def test_completion_is_repeatable(client):
+    texts = [
+        client.completions.create(model="tiny", prompt=TEXT, max_tokens=40, **OPTIONS)
+        for _ in range(2)
+    ]
+    assert texts[0].usage.completion_tokens == 40
+    assert texts[0].usage.prompt_tokens == len(TEXT)
+
+
+def test_chat_and_stream_agree(client):
+    messages = [{"role": "user", "content": TEXT}]
+    call = {"model": "tiny", "messages": messages, "max_tokens": 30, **OPTIONS}
+    whole = client.chat.completions.create(**call)
+    assert whole.usage.completion_tokens == 30
+    pieces = [
+        chunk.choices[0].delta.content or ""
+        for chunk in client.chat.completions.create(stream=True, **call)
+        if chunk.choices
+    ]
+    assert len(pieces) > 2
+    assert "".join(pieces) == whole.choices[0].message.content
+
+
+def test_several_requests_at_once_and_an_abort_in_mid_stream(client):
+    def ask(i: int) -> str:
+        prompt = f"{i} {TEXT}"
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=24, **OPTIONS)
+        return answer.choices[0].text
+
+    def abort(_: int) -> int:
+        stream = client.completions.create(
+            model="tiny", prompt=TEXT, max_tokens=1000, stream=True, **OPTIONS
+        )
+        for count, _chunk in enumerate(stream):
+            if count == 3:
+                stream.close()
+                return count
+        raise AssertionError("the stream ended before it was aborted")
+
+    with ThreadPoolExecutor(8) as pool:
+        aborted = [pool.submit(abort, i) for i in range(2)]
+        answers = list(pool.map(ask, range(6)))
+        assert [job.result() for job in aborted] == [3, 3]
+    assert all(answers)
+    assert ask(3) == answers[3]  # the server goes on, with the same result
+
+
+def test_a_bad_request_is_refused_and_the_server_goes_on(client):
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match="2048"):
+        client.completions.create(model="tiny", prompt=TEXT * 9, max_tokens=10)
+    assert client.completions.create(model="tiny", prompt="hello", max_tokens=4, **OPTIONS)
+
+
+def test_speculation_is_seen_in_the_metrics(client):
+    import urllib.request
+
+    url = str(client.base_url).replace("/v1/", "/metrics")
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        text = answer.read().decode()
+    line = next(s for s in text.splitlines() if s.startswith("vllm:spec_decode_num_accepted_tok"))
+    assert float(line.split()[-1]) > 0
