@@ -10,7 +10,7 @@ patches.check()
 if current_platform.is_cpu():
     from dustin_vllm.backend_cpu import DustinCPUAttentionBackend as DustinAttentionBackend
 else:
-    raise ImportError("attention backend DUSTIN runs on the CPU platform only in this version")
+    from dustin_vllm.backend_cuda import DustinCudaAttentionBackend as DustinAttentionBackend
 
 patches.apply_runner_patch()
 

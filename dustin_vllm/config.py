@@ -302,6 +302,16 @@ def _unsupported(vllm_config: VllmConfig) -> list[str]:
         reasons.append("async scheduling is on; use --no-async-scheduling")
     if vllm_config.lora_config is not None:
         reasons.append("LoRA adapters are not tested; leave out --enable-lora")
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        reasons.append(
+            "model runner V2 has no place for Dustin yet; set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    probabilistic = getattr(speculative, "draft_sample_method", "greedy") == "probabilistic"
+    if probabilistic and getattr(speculative, "dustin_vocab_error", None) is not None:
+        reasons.append(
+            "draft_sample_method=probabilistic with a draft of a smaller vocabulary: the "
+            "probabilities do not match the target's; use greedy drafting"
+        )
     draft_backend = speculative.attention_backend
     if draft_backend is not None and draft_backend.name != "DUSTIN":
         reasons.append(

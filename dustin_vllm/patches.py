@@ -63,6 +63,15 @@ LEDGER = (
         delete_when="An attention backend can take part in configuration.",
     ),
     Patch(
+        symbol="vllm.config.speculative.SpeculativeConfig.verify_equal_vocab_size_if_draft_model",
+        why="Qwen2.5-72B has 152064 vocabulary entries and Qwen2.5-0.5B 151936, of one tokenizer: "
+        "the rest is padding. vLLM refuses such a pair.",
+        how="Keep the error of a draft whose vocabulary is the smaller one, and raise it later "
+        "unless DUSTIN is chosen (this check runs before the backend is known).",
+        upstream="vLLM #42775 (open), #10913",
+        delete_when="vLLM accepts a draft whose vocabulary is a prefix of the target's.",
+    ),
+    Patch(
         symbol="vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_metadata_builders",
         why="Metadata builders have no way to the model runner, and request ids, the drafter and "
         "the attention groups are known only there.",
@@ -94,7 +103,7 @@ def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> N
             "uninstall that plugin, or list only 'dustin' in VLLM_PLUGINS"
         )
     wrapper = functools.wraps(function)(make(function))
-    wrapper.__dustin__ = True
+    wrapper.__dustin__ = True  # type: ignore[attr-defined]
     is_class_method = hasattr(current, "__self__")
     setattr(owner, name, classmethod(wrapper) if is_class_method else wrapper)
 
@@ -123,6 +132,9 @@ def apply() -> None:
         _wrap(platform, "check_and_update_config", _check_and_update_config)
         if current_platform.is_cpu():
             _wrap(platform, "get_attn_backend_cls", _get_attn_backend_cls)
+        from vllm.config.speculative import SpeculativeConfig
+
+        _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _verify_vocabulary)
     except Exception as error:
         _failure = str(error)
         logger.error("dustin_vllm is not available: %s", error)
@@ -161,6 +173,20 @@ def _get_attn_backend_cls(original: Callable[..., str]) -> Callable[..., str]:
     return get_attn_backend_cls
 
 
+def _verify_vocabulary(original: Callable[..., Any]) -> Callable[..., Any]:
+    def verify_equal_vocab_size_if_draft_model(self: Any) -> Any:
+        try:
+            return original(self)
+        except ValueError as error:
+            draft, target = self.draft_model_config, self.target_model_config
+            if draft.get_vocab_size() > target.get_vocab_size():
+                raise
+            self.dustin_vocab_error = str(error)
+            return None
+
+    return verify_equal_vocab_size_if_draft_model
+
+
 def _check_and_update_config(original: Callable[..., None]) -> Callable[..., None]:
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         original(cls, vllm_config)
@@ -175,6 +201,9 @@ def _prepare(platform: Any, vllm_config: Any) -> None:
 
     backend = vllm_config.attention_config.backend
     if getattr(backend, "name", None) != BACKEND_NAME:
+        vocab_error = getattr(vllm_config.speculative_config, "dustin_vocab_error", None)
+        if vocab_error is not None:
+            raise ValueError(vocab_error)
         additional = vllm_config.additional_config
         if isinstance(additional, dict) and config.KEY in additional and backend is None:
             logger.warning(

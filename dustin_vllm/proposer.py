@@ -23,6 +23,9 @@ class DustinProposer(DraftModelProposer):
 
     def set_inputs_first_pass(self, *args: Any, **kwargs: Any) -> tuple[int, torch.Tensor, Any]:
         num_tokens, rows, metadata = super().set_inputs_first_pass(*args, **kwargs)
+        # The draft's vocabulary may be the smaller one. No trained model emits the padding
+        # entries above it, but a request may send them, and they must not end the server.
+        self.input_ids[:num_tokens].clamp_(max=self.draft_model_config.get_vocab_size() - 1)
         self._first_pass_rows = rows
         return num_tokens, rows, metadata
 

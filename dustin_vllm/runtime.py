@@ -203,6 +203,9 @@ def attach(runner: Any) -> None:
     drafter.__class__ = DustinProposer
     drafter.runtime = runtime
     builder.runtime = runtime
+    for group in groups:
+        if group is not target_groups[0]:
+            group.get_metadata_builder().draft_only = True
     runner.dustin = runtime
     logger.info(
         "Dustin: budget %d tokens in %d units of %d, scoring heads %d of the target and %d of the "

@@ -119,6 +119,28 @@ def test_another_draft_backend_is_refused_at_start(target, draft):
         build(target, draft, {}, speculative_config=speculative)
 
 
+@pytest.mark.parametrize(("vocab", "accepted"), [(480, True), (600, False)])
+def test_a_draft_vocabulary_must_be_a_prefix_of_the_targets(
+    tmp_path, target, draft, vocab, accepted
+):
+    """As Qwen2.5-0.5B (151936) beside Qwen2.5-72B (152064); only DUSTIN accepts it."""
+    small = tmp_path / "small"
+    small.mkdir()
+    data = json.loads((draft / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**data, "vocab_size": vocab}))
+    with pytest.raises(ValueError, match="same vocabulary size"):
+        build(target, small, None)
+    if accepted:
+        assert build(target, small, {}).attention_config.backend.name == "DUSTIN"
+        probabilistic = engine_args(target, small, {})["speculative_config"]
+        probabilistic["draft_sample_method"] = "probabilistic"
+        with pytest.raises(ValueError, match="use greedy drafting"):
+            build(target, small, {}, speculative_config=probabilistic)
+    else:
+        with pytest.raises(ValueError, match="same vocabulary size"):
+            build(target, small, {})
+
+
 def test_resolved_settings(target, draft):
     vllm_config = build(target, draft, {"budget": 200, "lookahead": 70, "recent": 40})
     settings = config.resolve(vllm_config)

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import GAMMA, acceptance, generate, runtime_of, tokens
+from conftest import GAMMA, acceptance, generate, run_python, runtime_of, tokens
 from vllm import SamplingParams
 from vllm.v1.attention.backends import cpu_attn
 
@@ -187,6 +189,26 @@ def test_sparse_rows_read_the_selection_only(make_llm, target, draft, spy):
     assert accepted > 0
 
 
+def test_a_draft_of_a_smaller_vocabulary(make_llm, target, draft, tmp_path):
+    """Prompt tokens that the draft does not know must not stop the engine."""
+    from safetensors.torch import load_file, save_file
+
+    small = tmp_path / "small"
+    small.mkdir()
+    data = json.loads((draft / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**data, "vocab_size": 480}))
+    weights = load_file(draft / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:480].contiguous()
+    save_file(weights, small / "model.safetensors", metadata={"format": "pt"})
+    prompts = [[*tokens(3, 300), *range(490, 512)], tokens(4, 280)]
+    expected = generate(make_llm(target, None, None), prompts)
+    llm = make_llm(target, small, {"budget": 4096})
+    assert generate(llm, prompts) == expected
+    _, accepted = acceptance(llm)
+    assert accepted > 0
+
+
 def test_weighted_merge_and_max_aggregation_run(make_llm, target, draft):
     llm = make_llm(target, draft, {**SPARSE, "merge": "weighted", "aggregate": "max"})
     generate(llm, PROMPTS[:1])
@@ -293,12 +315,28 @@ def test_abort_then_the_same_id_again(make_llm, target, draft):
     assert run_until(engine, "same") == expected
 
 
-def test_the_backend_without_a_draft_is_the_stock_backend(make_llm, target):
+def test_without_a_draft_the_backend_is_the_stock_backend(make_llm, target):
     expected = generate(make_llm(target, None, None), PROMPTS[:2])
     assert generate(make_llm(target, None, SPARSE), PROMPTS[:2]) == expected
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    llm = make_llm(target, None, SPARSE, speculative_config=ngram)
-    assert generate(llm, PROMPTS[:2]) == expected
+
+
+# In a process of its own: after n-gram speculation no other engine starts in that process.
+NGRAM = """
+import json, os
+from conftest import engine_args, generate
+from vllm import LLM
+method = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+llm = LLM(**engine_args(os.environ["TARGET"], None, {}, speculative_config=method))
+print("RESULT", json.dumps(generate(llm, PROMPTS)))
+"""
+
+
+def test_with_another_speculative_method_the_backend_is_the_stock_backend(make_llm, target):
+    expected = generate(make_llm(target, None, None), PROMPTS[:2])
+    code = NGRAM.replace("PROMPTS", str(PROMPTS[:2]))
+    out = run_python(code, TARGET=str(target), PYTHONPATH=str(Path(__file__).parent))
+    line = next(line for line in out.splitlines() if line.startswith("RESULT"))
+    assert json.loads(line.removeprefix("RESULT ")) == expected
 
 
 def test_sampling_with_a_temperature_runs_sparse(make_llm, target, draft):

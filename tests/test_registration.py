@@ -5,32 +5,15 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import engine_args
+from conftest import engine_args, run_python
 
 from dustin_vllm import compat, patches
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def run_python(code: str, **env: str) -> str:
-    """Run code in a fresh interpreter; its standard output."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def config_of(target, draft, dustin):
@@ -124,6 +107,7 @@ def test_without_the_flag_vllm_is_as_without_the_plugin(target, draft):
 
 
 def test_every_patch_is_in_the_ledger_and_its_symbol_exists():
+    from vllm.config.speculative import SpeculativeConfig
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -134,6 +118,7 @@ def test_every_patch_is_in_the_ledger_and_its_symbol_exists():
         "AttentionBackendEnum.DUSTIN": AttentionBackendEnum,
         "CpuPlatform.get_attn_backend_cls": platform,
         "current_platform.check_and_update_config": platform,
+        "SpeculativeConfig.verify_equal_vocab_size_if_draft_model": SpeculativeConfig,
         "GPUModelRunner.initialize_metadata_builders": GPUModelRunner,
     }
     assert {".".join(p.symbol.split(".")[-2:]) for p in patches.LEDGER} == set(owners)

@@ -27,6 +27,7 @@ def _compact_kernel(
     width,
     max_blocks,
     budget,
+    block_pages,
     UNIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -56,7 +57,7 @@ def _compact_kernel(
     logical = unit // units_per_block
     exists = inside & (logical >= 0) & (logical < max_blocks)
     block = tl.load(block_table + row * table_stride + logical, mask=exists, other=0)
-    physical = block * units_per_block + unit % units_per_block
+    physical = block * block_pages + unit % units_per_block
     tl.store(table_out + row * out_stride + entry, physical, mask=inside)
 
 
@@ -70,6 +71,7 @@ def compact(
     flags: torch.Tensor,
     unit: int,
     block_size: int,
+    block_pages: int | None = None,
 ) -> None:
     """``reference.compact_row`` of every sparse row; every other row is its whole sequence.
 
@@ -88,6 +90,8 @@ def compact(
         seq_lens: [R] int32 context plus new tokens; 0 for padded rows.
         flags: [R] int32, 1 = sparse row, 0 = dense row; 0 for padded rows.
         unit: tokens; divides block_size.
+        block_pages: pages from one block to the next, by default block_size // unit. A cache
+            that stores a block's heads one after the other (HND) has that many times more.
 
     Raises:
         ValueError: a shape or dtype does not fit, or unit does not divide block_size.
@@ -120,6 +124,7 @@ def compact(
         width,
         block_table.shape[1],
         selection.shape[1],
+        block_size // unit if block_pages is None else block_pages,
         UNIT=unit,
         BLOCK_SIZE=block_size,
         TILE=TILE,

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention backend for CUDA: FlashAttention over compacted block tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from dustin_vllm import config, runtime_cuda
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from dustin_vllm.runtime_cuda import CudaRuntime, QueryBuffer
+
+
+class DustinCudaAttentionBackend(FlashAttentionBackend):
+    """FLASH_ATTN under another name; verification rows may read a selection of their cache."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DUSTIN"
+
+    @staticmethod
+    def get_impl_cls() -> type[DustinCudaAttentionImpl]:
+        return DustinCudaAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[DustinCudaMetadataBuilder]:
+        return DustinCudaMetadataBuilder
+
+
+class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
+    """Hands shortened block tables and lengths of sparse rows to the stock builder."""
+
+    runtime: CudaRuntime | None = None  # set on the target's builder, see runtime.attach
+    supports_update_block_table = False  # tables are not the runner's
+    draft_only = False  # set on builders whose layers all belong to the draft
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashAttentionMetadata:
+        if self.runtime is None:
+            # vLLM also builds for the draft's layers in every target step, and nobody reads
+            # it: at least do not launch a scheduling kernel for it.
+            skip_schedule = fast_build or self.draft_only
+            return super().build(common_prefix_len, common_attn_metadata, skip_schedule)
+        planned = self.runtime.plan_verification(common_attn_metadata)
+        compacted = planned is not common_attn_metadata
+        self.block_size = self.runtime.page_size if compacted else self.kv_cache_spec.block_size
+        if self.use_full_cuda_graph and self.aot_schedule:
+            # The same number for one batch size at capture and at replay: the schedule is made
+            # outside the graph, the kernel's own number is inside.
+            self.max_num_splits = self.runtime.num_splits(planned.num_reqs)
+        metadata = super().build(0, planned, fast_build)
+        metadata.dustin_pages = compacted and self.runtime.page_size == 1
+        return metadata
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        return self.runtime is None and super().use_cascade_attention(*args, **kwargs)
+
+
+class DustinCudaAttentionImpl(FlashAttentionImpl):
+    """The stock kernel; scoring layers also keep the queries that are asked for."""
+
+    capture: QueryBuffer | None = None  # set on scoring layers, see runtime.attach
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is not None and config.is_active(vllm_config):
+            # While the model is built, so that vLLM counts our memory when it profiles.
+            runtime_cuda.reserve(vllm_config)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if attn_metadata is not None:
+            if self.capture is not None:
+                self.capture.take(self, query)
+            if getattr(attn_metadata, "dustin_pages", False):
+                kv_cache = runtime_cuda.token_pages(kv_cache)
+        return super().forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)

@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runtime on CUDA: fixed shapes, persistent buffers, no host sync.
+
+Which rows are sparse is decided on the host from request state, one small copy takes it to the
+device, and everything else follows on the stream: how many drafts were accepted is never read
+back. Without async scheduling the host knows every row's exact context when it plans.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dustin_vllm import compat, config
+from dustin_vllm.config import HeadSet, Settings
+from dustin_vllm.runtime import DustinRuntime
+from dustin_vllm.triton_kernels import (
+    compact,
+    merge_and_select,
+    scoring_plan,
+    select_workspace,
+    token_scores,
+    token_scores_workspace,
+)
+
+logger = logging.getLogger("vllm.dustin_vllm")
+
+GRAPH_SPLITS = 32  # vLLM's upper bound on FlashAttention's KV splits under CUDA graphs
+SCORE_SCRATCH_BYTES = 96 << 20
+
+
+def token_pages(kv_cache: torch.Tensor) -> torch.Tensor:
+    """View a paged cache as pages of one token, for selections of single tokens.
+
+    Args:
+        kv_cache: [B, H, N, 2 * D], NHD or HND in memory.
+
+    Returns:
+        [pages, H, 1, 2 * D] of the same memory. Token t of block b is page
+        b * block_pages(kv_cache) + t; under HND the pages in between are no tokens.
+    """
+    num_blocks, num_heads, block_size, width = kv_cache.shape
+    _, head_stride, token_stride, _ = kv_cache.stride()
+    pages = (num_blocks - 1) * block_pages(kv_cache) + block_size
+    return kv_cache.as_strided(
+        (pages, num_heads, 1, width), (token_stride, head_stride, token_stride, 1)
+    )
+
+
+def block_pages(kv_cache: torch.Tensor) -> int:
+    """Pages of one token from one block to the next: N under NHD, H * N under HND."""
+    return kv_cache.stride(0) // kv_cache.stride(2)
+
+
+class QueryBuffer:
+    """Queries of one model's scoring heads, [places, scoring heads of all layers, D].
+
+    Which token rows are kept is in ``rows`` (device) and ``count`` (host): both are the same
+    whether a layer runs eagerly or is captured in a graph for that batch size.
+    """
+
+    def __init__(
+        self, heads: HeadSet, num_places: int, head_dim: int, dtype: torch.dtype, device: Any
+    ) -> None:
+        self.heads = heads
+        self.queries = torch.zeros(
+            num_places, heads.num_heads, head_dim, dtype=dtype, device=device
+        )
+        self.rows = torch.zeros(num_places, dtype=torch.int64, device=device)
+        self.first_place = 0
+        self.count = 0
+        self._layers: dict[int, tuple[slice, torch.Tensor | None]] = {}
+
+    def attach(self, layers: dict[int, Any]) -> None:
+        """Give every scoring layer its share of the buffer."""
+        begin = 0
+        for index, heads in self.heads.layers:
+            impl = layers[index].impl
+            every = heads == tuple(range(impl.num_heads))
+            chosen = None if every else torch.tensor(heads, device=self.queries.device)
+            self._layers[id(impl)] = (slice(begin, begin + len(heads)), chosen)
+            impl.capture = self
+            begin += len(heads)
+
+    def take(self, impl: Any, query: torch.Tensor) -> None:
+        """query: [tokens, num_heads, head_dim], rotated."""
+        if self.count == 0:
+            return
+        share, heads = self._layers[id(impl)]
+        kept = query.index_select(0, self.rows[: self.count])
+        if heads is not None:
+            kept = kept.index_select(1, heads)
+        self.queries[self.first_place : self.first_place + self.count, share] = kept
+
+
+@dataclass
+class Buffers:
+    """Everything Dustin keeps on the device, sized once for the largest batch and context."""
+
+    settings: Settings
+    max_rows: int
+    row_info: torch.Tensor  # [3, R] int32: sparse flag, slot, needs a selection
+    row_info_host: torch.Tensor  # the same, pinned
+    contexts: torch.Tensor  # [R] int32
+    table: torch.Tensor  # [R, W] int32 compacted block tables
+    lens: torch.Tensor  # [R] int32 compacted lengths
+    selected: torch.Tensor  # [R, K] int32, this step's, by batch row
+    history: torch.Tensor  # [R, C] fp32
+    lookahead: torch.Tensor  # [R, C] fp32
+    target_queries: QueryBuffer  # R * (gamma + 1) places
+    draft_queries: QueryBuffer  # gamma * R places, pass by pass
+    select: Any  # triton_kernels.SelectionWorkspace
+    recovery: torch.Tensor  # [2] fp32: sum, samples
+
+    def num_bytes(self) -> int:
+        """Device memory of all buffers."""
+        tensors = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
+        for query_buffer in (self.target_queries, self.draft_queries):
+            tensors += [query_buffer.queries, query_buffer.rows]
+        tensors += [
+            value for value in vars(self.select).values() if isinstance(value, torch.Tensor)
+        ]
+        return sum(t.nbytes for t in tensors if t.device.type != "cpu")
+
+
+_reserved: dict[int, tuple[Any, Buffers]] = {}
+
+
+def reserve(vllm_config: Any) -> Buffers:
+    """The buffers of one engine, allocated at the first call."""
+    speculative = vllm_config.speculative_config
+    key = id(speculative)  # shared by the target's configuration and the draft's copy of it
+    if key in _reserved:
+        return _reserved[key][1]
+    if vllm_config.model_config is speculative.draft_model_config:
+        raise RuntimeError("dustin_vllm: the draft was built before the target")
+    settings = config.resolve(vllm_config)
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = vllm_config.scheduler_config.max_num_seqs
+    context = vllm_config.model_config.max_model_len
+    width = -(-context // settings.unit)
+    gamma, budget = settings.gamma, settings.budget_units
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def queries(heads: HeadSet, places: int, model: Any) -> QueryBuffer:
+        return QueryBuffer(heads, places, model.get_head_size(), model.dtype, device)
+
+    buffers = Buffers(
+        settings=settings,
+        max_rows=rows,
+        row_info=zeros(3, rows),
+        row_info_host=torch.zeros(3, rows, dtype=torch.int32, pin_memory=True),
+        contexts=zeros(rows),
+        table=zeros(rows, width),
+        lens=zeros(rows),
+        selected=zeros(rows, budget),
+        history=zeros(rows, context, dtype=torch.float32),
+        lookahead=zeros(rows, context, dtype=torch.float32),
+        target_queries=queries(settings.target_heads, rows * (gamma + 1), vllm_config.model_config),
+        draft_queries=queries(settings.draft_heads, rows * gamma, speculative.draft_model_config),
+        select=select_workspace(
+            rows, context, settings.unit, budget, settings.lookahead_units, device
+        ),
+        recovery=zeros(2, dtype=torch.float32),
+    )
+    # The previous engine of this process, if any, is gone or has its own reference.
+    _reserved.clear()
+    _reserved[key] = (speculative, buffers)
+    return buffers
+
+
+class CudaRuntime(DustinRuntime):
+    """See ``DustinRuntime``."""
+
+    def __init__(
+        self,
+        runner: Any,
+        settings: Settings,
+        builder: Any,
+        target_layers: dict[int, Any],
+        draft_layers: dict[int, Any],
+    ) -> None:
+        super().__init__(runner, settings, runner.device)
+        self.buffers = reserve(runner.vllm_config)
+        self.target_layers = target_layers
+        self.draft_layers = draft_layers
+        self.page_size = settings.unit
+        self._kv_heads = target_layers[0].impl.num_kv_heads
+        self._multiprocessors = torch.cuda.get_device_properties(
+            runner.device
+        ).multi_processor_count
+        self.buffers.target_queries.attach(target_layers)
+        self.buffers.draft_queries.attach(draft_layers)
+        self._places = torch.arange(self.buffers.max_rows, device=runner.device)
+        self._offsets = torch.arange(settings.gamma + 1, device=runner.device)
+        self._plans: dict[str, tuple[Any, Any]] = {}  # scoring plans and scratch, by model
+        self._block_pages = 0
+        self._scoring = False
+        self._passes = 0
+        self._verified_steps = 0
+        self._block_table: torch.Tensor | None = None
+        logger.info("Dustin: %.0f MiB of device buffers", self.buffers.num_bytes() / 2**20)
+
+    def stats(self) -> dict[str, Any]:
+        total, samples = self.buffers.recovery.tolist()
+        self.counters.recovery_sum, self.counters.recovery_samples = total, int(samples)
+        return super().stats()
+
+    def num_splits(self, num_reqs: int) -> int:
+        """Upper bound on FlashAttention's KV splits for a batch.
+
+        One split needs no combine kernel; with a compacted row of a few tiles, rows times KV
+        heads fill the device alone.
+        """
+        full = num_reqs * self._kv_heads >= 0.8 * self._multiprocessors
+        return 1 if full else GRAPH_SPLITS
+
+    # ---- verification -------------------------------------------------------------------
+
+    def plan_verification(self, metadata: Any) -> Any:
+        self.decide_rows(metadata)
+        buffers, settings, rows = self.buffers, self.settings, self.rows
+        num_reqs = metadata.num_reqs
+        self._scoring = any(row.needs_selection for row in rows)
+        sparse = any(row.dense is None for row in rows)
+        # In a captured graph the queries are always kept.
+        queries = buffers.target_queries
+        width = settings.gamma + 1
+        queries.count = num_reqs * width if self._scoring or not rows else 0
+        if num_reqs > buffers.max_rows or not self._caches_bound():
+            queries.count = 0
+            return metadata
+        self._copy_row_info(num_reqs)
+        if queries.count:
+            ends = metadata.query_start_loc[1 : num_reqs + 1, None]
+            kept = (ends - width + self._offsets).maximum(metadata.query_start_loc[:num_reqs, None])
+            # Padded rows start behind the last token.
+            kept = kept.clamp(max=metadata.num_actual_tokens - 1)
+            queries.rows[: queries.count].copy_(kept.view(-1))
+        if rows and not sparse and metadata.max_query_len > width:
+            return metadata  # never in a full graph: the stock path is the same and cheaper
+        flags, slots = buffers.row_info[0, :num_reqs], buffers.row_info[1, :num_reqs]
+        starts = metadata.query_start_loc[: num_reqs + 1]
+        seq_lens = metadata.seq_lens[:num_reqs]
+        contexts = buffers.contexts[:num_reqs]
+        torch.sub(seq_lens, starts[1:] - starts[:-1], out=contexts)
+        selected = buffers.selected[:num_reqs]
+        torch.index_select(self.scores.selections, 0, slots, out=selected)
+        table, lens = buffers.table[:num_reqs], buffers.lens[:num_reqs]
+        compact(
+            table,
+            lens,
+            metadata.block_table_tensor[:num_reqs],
+            selected,
+            contexts,
+            seq_lens,
+            flags,
+            settings.unit,
+            settings.block_size,
+            self._block_pages if settings.unit == 1 else None,
+        )
+        self._verified_steps += sparse
+        all_sparse = rows and all(row.dense is None for row in rows)
+        longest = (settings.budget_units + 1) * settings.unit + width
+        return metadata.replace(
+            block_table_tensor=table,
+            seq_lens=lens,
+            max_seq_len=longest if all_sparse else metadata.max_seq_len,
+        )
+
+    def _copy_row_info(self, num_reqs: int) -> None:
+        host = self.buffers.row_info_host
+        info = host[:, :num_reqs]
+        info.zero_()
+        info[1].fill_(self.scores.padding_index)
+        for i, row in enumerate(self.rows):
+            info[0, i] = row.dense is None
+            info[1, i] = row.slot.index
+            info[2, i] = row.needs_selection
+        # The pinned buffer is written again only in the next step, which vLLM does not begin
+        # before this one's samples have reached the host.
+        self.buffers.row_info.copy_(host, non_blocking=True)
+
+    def _caches_bound(self) -> bool:
+        """Whether the KV caches exist; makes the scoring plans when they first do."""
+        if self._plans:
+            return True
+        models = {
+            "target": (self.target_layers, self.buffers.target_queries, 1),
+            "draft": (self.draft_layers, self.buffers.draft_queries, self.settings.gamma),
+        }
+        first = compat.layer_kv_cache(self.target_layers[0])
+        if first.numel() == 0 or first.dim() != 4:
+            return False
+        self._block_pages = block_pages(first)
+        for name, (layers, queries, num_queries) in models.items():
+            impl = layers[0].impl
+            keys = [
+                compat.layer_kv_cache(layers[index]).transpose(1, 2)[..., : impl.head_size]
+                for index, _ in queries.heads.layers
+            ]
+            plan = scoring_plan(keys, [heads for _, heads in queries.heads.layers], impl.num_heads)
+            scratch = token_scores_workspace(
+                plan,
+                num_queries,
+                self.buffers.max_rows,
+                self.buffers.history.shape[1],
+                SCORE_SCRATCH_BYTES,
+            )
+            self._plans[name] = (plan, scratch)
+        return True
+
+    def _token_scores(
+        self,
+        name: str,
+        out: torch.Tensor,
+        queries: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> None:
+        plan, scratch = self._plans[name]
+        layers = self.target_layers if name == "target" else self.draft_layers
+        aggregate = self.settings.config.aggregate
+        scale = layers[0].impl.scale
+        token_scores(out, queries, plan, block_table, seq_lens, scratch, scale, aggregate)
+
+    # ---- scoring ------------------------------------------------------------------------
+
+    def begin_scoring(self, metadata: Any, num_rejected: torch.Tensor | None) -> None:
+        self.buffers.target_queries.count = 0
+        if not self._scoring or not self._plans:
+            self._scoring = False
+            return
+        buffers, gamma = self.buffers, self.settings.gamma
+        num_reqs = len(self.rows)
+        needs = buffers.row_info[2, :num_reqs]
+        contexts = buffers.contexts[:num_reqs]
+        kept = buffers.target_queries.queries.unflatten(0, (-1, gamma + 1))
+        if num_rejected is None:
+            last = kept[:num_reqs, gamma]
+            torch.mul(metadata.seq_lens[:num_reqs], needs, out=contexts)
+        else:
+            rejected = num_rejected[:num_reqs]
+            last = kept[self._places[:num_reqs], gamma - rejected]
+            torch.mul(metadata.seq_lens[:num_reqs] - rejected, needs, out=contexts)
+        self._block_table = metadata.block_table_tensor[:num_reqs]
+        self._sample_recovery(metadata)
+        self._token_scores(
+            "target", buffers.history[:num_reqs], last[:, None], self._block_table, contexts
+        )
+        self._passes = 0
+
+    def begin_draft_pass(self, rows: torch.Tensor | None) -> None:
+        queries = self.buffers.draft_queries
+        if not self._scoring or self._passes == self.settings.gamma:
+            queries.count = 0
+            return
+        num_reqs = len(self.rows)
+        wanted = self._places[:num_reqs] if rows is None else rows[:num_reqs]
+        queries.rows[:num_reqs].copy_(wanted)
+        queries.first_place = self._passes * self.buffers.max_rows
+        queries.count = num_reqs
+        self._passes += 1
+
+    def finish_scoring(self) -> None:
+        buffers, settings = self.buffers, self.settings
+        buffers.draft_queries.count = 0
+        if not self._scoring or self._passes != settings.gamma:
+            return
+        num_reqs = len(self.rows)
+        contexts = buffers.contexts[:num_reqs]
+        needs = buffers.row_info[2, :num_reqs]
+        queries = buffers.draft_queries.queries.unflatten(0, (settings.gamma, -1))
+        assert self._block_table is not None
+        lookahead = buffers.lookahead[:num_reqs]
+        self._token_scores(
+            "draft",
+            lookahead,
+            queries[:, :num_reqs].transpose(0, 1),
+            self._block_table,
+            contexts + settings.gamma * needs,
+        )
+        selected = buffers.selected[:num_reqs]
+        merge_and_select(
+            selected,
+            lookahead,
+            buffers.history[:num_reqs],
+            contexts,
+            buffers.select,
+            settings.config.sinks,
+            settings.config.recent,
+            settings.dilation_tokens,
+            settings.config.merge,
+            settings.lookahead_units,
+            settings.config.lookahead_weight,
+        )
+        # Rows without a selection write too, but their slots are not marked as published.
+        slots = buffers.row_info[1, :num_reqs]
+        self.scores.selections.index_copy_(0, slots.long(), selected)
+        self.publish([row for row in self.rows if row.needs_selection])
+        self._scoring = False
+
+    def _sample_recovery(self, metadata: Any) -> None:
+        """Measure how much attention mass this step's selections covered, now and then.
+
+        Over the target's scoring heads and the gamma + 1 queries of rows that verified a full
+        set of drafts. Uses the lookahead buffer, which is free until the drafts exist.
+        """
+        every, settings = self.settings.config.sample_recovery_every, self.settings
+        rows = self.rows
+        sparse = [r.dense is None and r.seq_len - r.context == settings.gamma + 1 for r in rows]
+        if not every or self._verified_steps % every or not any(sparse):
+            return
+        buffers, unit, num_reqs = self.buffers, settings.unit, len(rows)
+        if "recovery" not in self._plans:
+            plan, _ = self._plans["target"]
+            scratch = token_scores_workspace(
+                plan,
+                settings.gamma + 1,
+                buffers.max_rows,
+                buffers.history.shape[1],
+                SCORE_SCRATCH_BYTES // 4,
+            )
+            self._plans["recovery"] = (plan, scratch)
+        plan, scratch = self._plans["recovery"]
+        sampled = torch.tensor(sparse, device=self.scores.selections.device)
+        seq_lens = metadata.seq_lens[:num_reqs] * sampled
+        kept = buffers.target_queries.queries.unflatten(0, (-1, settings.gamma + 1))[:num_reqs]
+        mass = buffers.lookahead[:num_reqs]
+        scale = self.target_layers[0].impl.scale
+        assert self._block_table is not None
+        token_scores(mass, kept, plan, self._block_table, seq_lens.int(), scratch, scale, "mean")
+        context = torch.tensor([row.context for row in rows], device=mass.device)[:, None]
+        tail = context // unit * unit
+        whole = mass.shape[1] // unit * unit
+        units = mass[:, :whole].view(num_reqs, -1, unit).sum(2)
+        chosen = self.scores.selections[buffers.row_info[1, :num_reqs].long()].long()
+        places = torch.arange(mass.shape[1], device=mass.device)[None]
+        covered = units.gather(1, chosen).sum(1) + (mass * (places >= tail)).sum(1)
+        total = mass.sum(1).clamp(min=1e-9)
+        buffers.recovery[0] += (covered / total * sampled).sum()
+        buffers.recovery[1] += sampled.sum()
