@@ -154,7 +154,7 @@ def reserve(vllm_config: Any) -> Buffers:
         settings=settings,
         max_rows=rows,
         row_info=zeros(3, rows),
-        row_info_host=torch.zeros(3, rows, dtype=torch.int32, pin_memory=True),
+        row_info_host=torch.zeros(3, rows, dtype=torch.int32, device="cpu", pin_memory=True),
         contexts=zeros(rows),
         table=zeros(rows, width),
         lens=zeros(rows),

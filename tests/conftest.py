@@ -28,17 +28,23 @@ GAMMA = 4
 
 
 def write_tiny_qwen2(
-    path: Path, layers: int, heads: int = 4, kv_heads: int = 2, seed: int = 0, **config: Any
+    path: Path,
+    layers: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    seed: int = 0,
+    **config: Any,
 ) -> Path:
-    """A random Qwen2 with head_dim 32 whose attention is sharp enough to look far back."""
+    """A random Qwen2 whose attention is sharp enough to look far back."""
     from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
     model_config = Qwen2Config(
         vocab_size=VOCAB,
-        hidden_size=32 * heads,
-        intermediate_size=64 * heads,
+        hidden_size=head_dim * heads,
+        intermediate_size=2 * head_dim * heads,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -64,6 +70,24 @@ def write_tiny_qwen2(
     return path
 
 
+def write_layer_dropped(path: Path, source: Path, keep: int) -> Path:
+    """The first ``keep`` layers of a tiny model: a draft whose acceptance is real but partial."""
+    from safetensors.torch import load_file, save_file
+
+    path.mkdir(parents=True)
+    data = json.loads((source / "config.json").read_text())
+    data["num_hidden_layers"] = keep
+    data.pop("layer_types", None)
+    (path / "config.json").write_text(json.dumps(data))
+    kept = {
+        name: weight
+        for name, weight in load_file(source / "model.safetensors").items()
+        if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < keep
+    }
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random 4-layer target."""
@@ -72,19 +96,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def draft(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
-    """The target's first 2 layers: acceptance is real but partial."""
-    from safetensors.torch import load_file, save_file
-
-    path = tmp_path_factory.mktemp("models") / "draft"
-    path.mkdir()
-    data = json.loads((target / "config.json").read_text())
-    data["num_hidden_layers"] = 2
-    data.pop("layer_types", None)
-    (path / "config.json").write_text(json.dumps(data))
-    weights = load_file(target / "model.safetensors")
-    kept = {k: v for k, v in weights.items() if ".layers.2." not in k and ".layers.3." not in k}
-    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    """The target's first 2 layers."""
+    return write_layer_dropped(tmp_path_factory.mktemp("models") / "draft", target, keep=2)
 
 
 def tokens(seed: int, length: int) -> list[int]:

@@ -40,10 +40,12 @@ def _window(contexts, row, max_context, sinks, recent, budget, UNIT: tl.constexp
 
 
 @triton.jit
-def _unit_scores(scores, units, live, shifts, UNIT: tl.constexpr):
-    """``reference.unit_scores`` with dilation ``shifts - 1``."""
+def _unit_scores(scores, units, live, SHIFTS: tl.constexpr, UNIT: tl.constexpr):
+    """``reference.unit_scores`` with dilation ``SHIFTS - 1``."""
     best = tl.zeros(units.shape, tl.float32)
-    for shift in range(shifts):
+    # Unrolled: as a loop over blocks, Triton 3.6 gave wrong maxima on an H200 (the interpreter
+    # did not).
+    for shift in tl.static_range(SHIFTS):
         if UNIT == 1:
             position = units - shift
             total = tl.load(scores + position, mask=live & (position >= 0), other=0.0)
@@ -84,7 +86,7 @@ def _top(keys, count):
 
 
 # Not specialised: else every configuration would compile kernels of its own.
-@triton.jit(do_not_specialize=["sinks", "recent", "budget", "lookahead_units", "shifts"])
+@triton.jit(do_not_specialize=["sinks", "recent", "budget", "lookahead_units"])
 def _candidates_kernel(
     candidate_units,  # [rows, pieces, capacity], only with PRESELECT
     candidate_counts,  # [rows, pieces], only with PRESELECT
@@ -100,10 +102,10 @@ def _candidates_kernel(
     recent,
     budget,
     lookahead_units,
-    shifts,
     lookahead_weight,
     history_weight,
     capacity,
+    SHIFTS: tl.constexpr,
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
     PRESELECT: tl.constexpr,
@@ -119,7 +121,7 @@ def _candidates_kernel(
     units = piece * TILE + tl.arange(0, TILE)
     live = (units >= sink_end) & (units < first_recent)
     lookahead_score = _unit_scores(lookahead + row * lookahead_stride, units, live, 1, UNIT)
-    history_score = _unit_scores(history + row * history_stride, units, live, shifts, UNIT)
+    history_score = _unit_scores(history + row * history_stride, units, live, SHIFTS, UNIT)
     if WEIGHTED:
         history_score = lookahead_weight * lookahead_score + history_weight * history_score
     look = _keys(lookahead_score, live)
@@ -341,10 +343,10 @@ def merge_and_select(
         recent,
         budget,
         lookahead_units,
-        dilation + 1,
         weight.item(),
         (1 - weight).item(),
         capacity,
+        SHIFTS=dilation + 1,
         TILE=workspace.tile,
         num_warps=16 if workspace.preselect else 8,
         enable_fp_fusion=False,  # a fused multiply-add would round the weighted sum once

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine on a GPU: the same promises as test_engine.py, with FlashAttention and graphs.
+
+Skipped without a GPU only; the logic is tested on the CPU engine and under the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    GAMMA,
+    acceptance,
+    generate,
+    runtime_of,
+    tokens,
+    write_layer_dropped,
+    write_tiny_qwen2,
+)
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from dustin_vllm import reference
+from dustin_vllm.backend_cuda import DustinCudaAttentionImpl
+from dustin_vllm.runtime_cuda import CudaRuntime
+
+pytestmark = pytest.mark.engine
+
+# A folder with a real target/draft pair, as qwen2.5-coder-0.5b and qwen2.5-coder-0.5b-draft:
+# the same tests then run on real weights and text, where greedy output must agree exactly.
+REAL = os.environ.get("DUSTIN_TEST_MODELS")
+SCALE = 6 if REAL else 1
+SPARSE = {"budget": 128 * SCALE, "recent": 32, "sinks": 4}
+LENGTHS = [SCALE * n for n in (300, 5, 520, 133, 256, 417)]
+EAGER: dict[str, Any] = {"enforce_eager": True}
+# Full graphs for verification without torch.compile, which would take a minute.
+GRAPHS: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    if REAL:
+        target = Path(REAL) / "qwen2.5-coder-0.5b"
+        return target, target.with_name("qwen2.5-coder-0.5b-draft")
+    root = tmp_path_factory.mktemp("models")
+    target = write_tiny_qwen2(root / "target", layers=4, heads=8, kv_heads=2, head_dim=64)
+    return target, write_layer_dropped(root / "draft", target, keep=2)
+
+
+@pytest.fixture(scope="module")
+def prompts(pair):
+    """Token ids; real code for the real pair."""
+    if not REAL:
+        return [tokens(i, n) for i, n in enumerate(LENGTHS)]
+    from transformers import AutoTokenizer
+    from vllm.v1.core.sched import scheduler
+
+    text = Path(scheduler.__file__).read_text()
+    ids = AutoTokenizer.from_pretrained(pair[0]).encode(text)
+    return [ids[i * 100 : i * 100 + n] for i, n in enumerate(LENGTHS)]
+
+
+def assert_agree(outputs: list[list[int]], expected: list[list[int]]) -> None:
+    """Real weights: the same tokens. Random ones flip near-ties when rounding differs."""
+    if REAL:
+        assert outputs == expected
+        return
+    same = [
+        next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a)) / len(a)
+        for a, b in zip(outputs, expected, strict=True)
+    ]
+    assert sum(same) / len(same) > 0.4, same
+
+
+@pytest.fixture
+def start(make_llm, pair):
+    def start(dustin, draft=pair[1], **kw):
+        args = {"dtype": "float16", "block_size": 16, "max_model_len": 4096}
+        return make_llm(pair[0], draft, dustin, **{**args, **kw})
+
+    return start
+
+
+def gathered(kv_cache: torch.Tensor, table: torch.Tensor, length: int):
+    """Keys and values [L, Hkv, D] of one sequence, fp32, on the CPU."""
+    block_size, width = kv_cache.shape[2:]
+    blocks = table[: -(-length // block_size)].long()
+    both = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].float().cpu()
+    return both.split(width // 2, dim=-1)
+
+
+class Spy:
+    """Checks outputs and selections of an eager engine against the reference."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows_checked = self.selections_checked = 0
+        self.full: Any = None
+        plan = CudaRuntime.plan_verification
+        forward = DustinCudaAttentionImpl.forward
+        finish = CudaRuntime.finish_scoring
+        spy = self
+
+        def plan_verification(runtime, metadata):
+            spy.runtime, spy.full = runtime, metadata
+            spy.layers = len(runtime.target_layers)
+            return plan(runtime, metadata)
+
+        def layer_forward(impl, layer, query, key, value, kv_cache, metadata, output, *a, **kw):
+            result = forward(impl, layer, query, key, value, kv_cache, metadata, output, *a, **kw)
+            target = spy.full is not None and not layer.layer_name.startswith("draft_model")
+            if target and metadata is not None and spy.runtime.rows:
+                spy.check_rows(impl, query, kv_cache, metadata, output)
+            return result
+
+        def finish_scoring(runtime):
+            scoring = runtime._scoring
+            finish(runtime)
+            if scoring:
+                spy.check_selections(runtime)
+
+        monkeypatch.setattr(CudaRuntime, "plan_verification", plan_verification)
+        monkeypatch.setattr(DustinCudaAttentionImpl, "forward", layer_forward)
+        monkeypatch.setattr(CudaRuntime, "finish_scoring", finish_scoring)
+
+    def check_rows(self, impl, query, kv_cache, metadata, output) -> None:
+        starts, unit = self.full.query_start_loc_cpu, self.runtime.settings.unit
+        output = output.view(-1, impl.num_heads, impl.head_size)
+        for i, row in enumerate(self.runtime.rows):
+            if row.dense is not None:
+                continue
+            chosen = self.runtime.scores.selections[row.slot.index].tolist()
+            expected_length = self.runtime._sparse_length(row.context, row.seq_len)
+            assert int(metadata.seq_lens[i]) == expected_length < row.seq_len
+            keys, values = gathered(kv_cache, self.full.block_table_tensor[i], row.seq_len)
+            span = slice(int(starts[i]), int(starts[i + 1]))
+            wanted = reference.sparse_attention(
+                query[span].cpu(), keys, values, impl.scale, chosen, row.context, unit
+            )
+            got = output[span].float().cpu()
+            assert (got - wanted).norm() < 1e-2 * wanted.norm()
+            self.rows_checked += 1
+
+    def check_selections(self, runtime) -> None:
+        s, buffers = runtime.settings, runtime.buffers
+        for i, row in enumerate(runtime.rows):
+            if not row.needs_selection:
+                continue
+            context = int(buffers.contexts[i])
+            if context // s.unit <= s.budget_units:
+                continue
+            history = buffers.history[i].cpu()
+            lookahead = buffers.lookahead[i].cpu()
+            table = runtime._block_table[i]
+            total = torch.zeros(context + GAMMA)
+            queries = buffers.draft_queries.queries.unflatten(0, (GAMMA, -1))[:, i].cpu()
+            begin = 0
+            for layer, heads in s.draft_heads.layers:
+                attention = runtime.draft_layers[layer]
+                keys, _ = gathered(attention.kv_cache_of_test(), table, context + GAMMA)
+                group = attention.impl.num_heads // attention.impl.num_kv_heads
+                own = queries[:, begin : begin + len(heads)]
+                begin += len(heads)
+                scores = reference.token_scores(
+                    own, keys[:, [h // group for h in heads]], attention.impl.scale
+                )
+                total += scores * len(heads) / s.draft_heads.num_heads
+            assert (lookahead[: context + GAMMA] - total).norm() < 1e-2 * total.norm()
+            units = [
+                reference.unit_scores(lookahead, context, s.unit),
+                reference.unit_scores(history, context, s.unit, s.dilation_tokens),
+            ]
+            wanted = reference.select_units(
+                units[0].tolist(),
+                units[1].tolist(),
+                context,
+                s.unit,
+                s.budget_units,
+                s.config.sinks,
+                s.config.recent,
+                s.config.merge,
+                s.lookahead_units,
+                s.config.lookahead_weight,
+            )
+            got = runtime.scores.selections[row.slot.index].tolist()
+            # Block sums in another order may swap equals at the border.
+            assert len(set(got) ^ set(wanted)) <= 2
+            assert got == sorted(set(got))
+            self.selections_checked += 1
+
+
+@pytest.fixture
+def kv_caches(monkeypatch):
+    """Let tests read a layer's cache in every supported vLLM version."""
+    from vllm.model_executor.layers.attention import Attention
+
+    from dustin_vllm import compat
+
+    monkeypatch.setattr(Attention, "kv_cache_of_test", compat.layer_kv_cache, raising=False)
+
+
+@pytest.mark.parametrize("granularity", ["block", "token"])
+def test_sparse_rows_equal_the_reference(start, prompts, monkeypatch, kv_caches, granularity):
+    spy = Spy(monkeypatch)
+    llm = start({**SPARSE, "granularity": granularity, "sample_recovery_every": 2}, **EAGER)
+    generate(llm, prompts)
+    stats = runtime_of(llm).stats()
+    assert stats["sparse_rows"] > 20
+    assert spy.rows_checked == spy.layers * stats["sparse_rows"]
+    assert spy.selections_checked > 20
+    assert stats["kv_tokens_read"] < stats["kv_tokens_full"]
+    assert stats["recovery_samples"] > 0
+    assert 0 < stats["recovery_sum"] / stats["recovery_samples"] <= 1.001
+    assert acceptance(llm)[1] > 0
+
+
+@pytest.mark.parametrize("granularity", ["block", "token"])
+def test_graphs_and_eager_agree(start, prompts, granularity):
+    settings = {**SPARSE, "granularity": granularity}
+    eager = start(settings, **EAGER, enable_prefix_caching=False)
+    expected = generate(eager, prompts)
+    counted = runtime_of(eager).stats()
+    graphs = start(settings, **GRAPHS, enable_prefix_caching=False)
+    assert_agree(generate(graphs, prompts), expected)
+    stats = runtime_of(graphs).stats()
+    assert stats["sparse_rows"] > 20
+    if REAL:
+        for name in ("sparse_rows", "dense_rows", "kv_tokens_read", "selections"):
+            assert stats[name] == counted[name]
+
+
+@pytest.mark.parametrize("mode", [EAGER, GRAPHS], ids=["eager", "graphs"])
+def test_budget_above_context_equals_stock(start, prompts, mode):
+    expected = generate(start(None, **mode), prompts)
+    llm = start({"budget": 8192}, **mode)
+    assert_agree(generate(llm, prompts), expected)
+    assert runtime_of(llm).stats()["sparse_rows"] == 0
+
+
+def test_output_does_not_depend_on_the_batch(start, prompts):
+    llm = start(SPARSE, **GRAPHS, enable_prefix_caching=False)
+    together = generate(llm, prompts)
+    again = generate(llm, prompts[::-1])[::-1]
+    assert_agree(again, together)
+
+
+def test_without_a_draft_the_backend_is_the_stock_backend(start, prompts):
+    expected = generate(start(None, draft=None, **EAGER), prompts[:2])
+    llm = start(SPARSE, draft=None, **EAGER)
+    assert_agree(generate(llm, prompts[:2]), expected)
