@@ -10,29 +10,17 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
 import random
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    # Triton decides at import whether its functions are interpreted.
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip(
-            "triton was imported before TRITON_INTERPRET=1 was set; run this file by itself",
-            allow_module_level=True,
-        )
-    os.environ["TRITON_INTERPRET"] = "1"
-pytest.importorskip("triton")
+from dustin_vllm import reference
+from dustin_vllm import triton_kernels as kernels
 
-from dustin_vllm import reference  # noqa: E402
-from dustin_vllm import triton_kernels as kernels  # noqa: E402
-
+CUDA = torch.cuda.is_available()  # else conftest.py has turned the interpreter on
 DEVICE = "cuda" if CUDA else "cpu"
 MIX = 0.3  # a lookahead weight that fp32 cannot hold exactly
 
