@@ -112,7 +112,7 @@ class DustinRuntime(ABC):
 
     def _decide(self, request_id: str, request: Any, seq_len: int, num_new: int) -> Row:
         context = seq_len - num_new
-        slot = self.scores.slot(request_id, request)
+        slot = self.scores.slot(request_id)
         dense = self._dense_reason(request, slot, context, num_new)
         slot.seen = self._step
         counters = self.counters

@@ -7,7 +7,6 @@ shared by prefix caching and reused after they are freed.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ class Slot:
     """Place of one sequence in ``SequenceScores.selections``."""
 
     index: int
-    request: weakref.ref[Any]
     seen: int = -1  # last step that had the sequence in its batch
     published: int = -1  # last step that made a selection for it
 
@@ -40,16 +38,15 @@ class Slot:
         """Whether the sequence's latest step made a selection.
 
         Confirmed tokens change in no other way than by a step, so a fresh selection is one
-        made for exactly the context at hand; nothing has to be read back from the device.
+        made for exactly the context at hand; nothing has to be read back from the device. A
+        request that reuses the id of an aborted one, or is computed again after preemption,
+        starts with a step that makes none.
         """
         return self.published == self.seen >= 0
 
 
 class SequenceScores:
     """Latest selection of every sequence, on the device.
-
-    A slot belongs to one request object, not only to its id: a request that was aborted and
-    submitted again under the same id is another sequence.
 
     Args:
         num_slots: sequences that can hold state at once, preempted ones included. When more
@@ -71,18 +68,13 @@ class SequenceScores:
         """Slot index of rows that are no sequence."""
         return self.selections.shape[0] - 1
 
-    def slot(self, request_id: str, request: Any) -> Slot:
+    def slot(self, request_id: str) -> Slot:
         """The slot of a request; a new one, without a selection, if it has none."""
-        slot = self._slots.get(request_id)
-        if slot is not None and slot.request() is request:
-            return slot
-        if slot is not None:
-            self._release(request_id)
-        if not self._free:
-            self._release(min(self._slots, key=lambda known: self._slots[known].seen))
-        slot = Slot(self._free.pop(), weakref.ref(request))
-        self._slots[request_id] = slot
-        return slot
+        if request_id not in self._slots:
+            if not self._free:
+                self._release(min(self._slots, key=lambda known: self._slots[known].seen))
+            self._slots[request_id] = Slot(self._free.pop())
+        return self._slots[request_id]
 
     def _release(self, request_id: str) -> None:
         self._free.append(self._slots.pop(request_id).index)

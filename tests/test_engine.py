@@ -41,10 +41,12 @@ class Spy:
         self._full: Any = None
         self._runtime: Any = None
         self._layer: Any = None
+        self.queries: dict[str, torch.Tensor] = {}  # of every layer's latest pass
         spy = self
         plan = CpuRuntime.plan_verification
         forward = DustinCPUAttentionBackendImpl.forward
         kernel = cpu_attn.ops.cpu_attention_with_kv_cache
+        begin = CpuRuntime.begin_scoring
         finish = CpuRuntime.finish_scoring
 
         def plan_verification(runtime, metadata):
@@ -53,6 +55,7 @@ class Spy:
 
         def layer_forward(impl, layer, query, *args, **kwargs):
             spy._layer = layer
+            spy.queries[layer.layer_name] = query
             return forward(impl, layer, query, *args, **kwargs)
 
         def attention(**kw):
@@ -62,6 +65,11 @@ class Spy:
             name = spy._layer.layer_name
             if not name.startswith("draft_model"):
                 spy.look(kw, first_layer=".layers.0." in name)
+
+        def begin_scoring(runtime, metadata, num_rejected):
+            begin(runtime, metadata, num_rejected)
+            if runtime._history is not None:
+                spy.check_history(runtime, num_rejected)
 
         def finish_scoring(runtime):
             expected = spy.expected_selections(runtime)
@@ -74,6 +82,7 @@ class Spy:
         monkeypatch.setattr(CpuRuntime, "plan_verification", plan_verification)
         monkeypatch.setattr(DustinCPUAttentionBackendImpl, "forward", layer_forward)
         monkeypatch.setattr(cpu_attn.ops, "cpu_attention_with_kv_cache", attention)
+        monkeypatch.setattr(CpuRuntime, "begin_scoring", begin_scoring)
         monkeypatch.setattr(CpuRuntime, "finish_scoring", finish_scoring)
 
     def look(self, kw: dict[str, Any], first_layer: bool) -> None:
@@ -111,6 +120,26 @@ class Spy:
         )
         assert (kw["output"][span] - wanted).norm() < 1e-5 * wanted.norm()
         self.outputs_checked += 1
+
+    def check_history(self, runtime: Any, num_rejected: torch.Tensor | None) -> None:
+        """History scores come from the query of the last confirmed token, on all scoring layers."""
+        starts = self._full.query_start_loc_cpu
+        for i, row in enumerate(runtime._to_score):
+            rejected = 0 if num_rejected is None else int(num_rejected[row])
+            context = runtime.rows[row].seq_len - rejected
+            assert context == int(runtime._contexts[i])
+            blocks = runtime._block_table[i][: -(-context // 32)]
+            total, heads = torch.zeros(context), 0
+            for capture in runtime.target.captures:
+                last = int(starts[row + 1]) - 1 - rejected
+                query = self.queries[capture.layer.layer_name][last : last + 1, capture.heads]
+                keys = rows_to_keys(capture.key_cache(), blocks, context)
+                keys = keys[:, capture.kv_heads.long()]
+                scores = reference.token_scores(query, keys, capture.layer.impl.scale)
+                total += scores * len(capture.heads)
+                heads += len(capture.heads)
+            wanted = total / heads
+            assert (runtime._history[i, :context] - wanted).norm() < 1e-5 * wanted.norm()
 
     def expected_selections(self, runtime: Any) -> list[tuple[Any, list[int]]]:
         """What the reference would publish, from the same captured queries and caches."""
