@@ -4,7 +4,12 @@
 from setuptools import Extension, setup
 
 setup(
-    packages=["dustin_vllm", "dustin_vllm.triton_kernels", "dustin_vllm.configs"],
+    packages=[
+        "dustin_vllm",
+        "dustin_vllm.bench",
+        "dustin_vllm.triton_kernels",
+        "dustin_vllm.configs",
+    ],
     package_dir={
         "dustin_vllm": "dustin_vllm",
         "dustin_vllm.triton_kernels": "triton_kernels",

@@ -6,8 +6,6 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-import torch
-
 OLDEST = (0, 26)
 FIRST_UNTESTED = (0, 34)
 
@@ -54,12 +52,6 @@ def add_enum_member(enum: Any, name: str, value: str) -> Any:
     enum._value2member_map_[value] = member
     enum._member_names_.append(name)
     return member
-
-
-def layer_kv_cache(layer: Any) -> torch.Tensor:
-    """KV cache of one attention layer: a tensor, or (before 0.32) a list with one tensor."""
-    cache = layer.kv_cache
-    return cache[0] if isinstance(cache, (list, tuple)) else cache
 
 
 def cpu_isa(builder: Any) -> str:

@@ -415,7 +415,10 @@ def describe(model: str, draft: str | None, additional_config: dict[str, Any]) -
             speculative_config=speculative,
             additional_config=additional_config,
         ).create_engine_config()
-    except ValueError as error:
+    except ValidationError as error:  # vLLM wraps what is raised while it builds its configuration
+        messages = [item["msg"].removeprefix("Value error, ") for item in error.errors()]
+        raise ConfigError("; ".join(messages)) from error
+    except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     if not is_active(vllm_config):
         return {"active": False, "settings": read_config(additional_config).model_dump()}

@@ -41,7 +41,7 @@ class QueryCapture:
 
     def key_cache(self) -> torch.Tensor:
         """Packed keys [num_blocks, num_kv_heads, block_size, head_dim], see cpu_ops."""
-        cache = compat.layer_kv_cache(self.layer)
+        cache = self.layer.kv_cache
         num_blocks, num_kv_heads, block_size, _ = cache.shape
         return cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)[0]
 

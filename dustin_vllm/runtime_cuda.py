@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dustin_vllm import compat, config
+from dustin_vllm import config
 from dustin_vllm.config import HeadSet, Settings
 from dustin_vllm.runtime import DustinRuntime
 from dustin_vllm.triton_kernels import (
@@ -294,14 +294,14 @@ class CudaRuntime(DustinRuntime):
             "target": (self.target_layers, self.buffers.target_queries, 1),
             "draft": (self.draft_layers, self.buffers.draft_queries, self.settings.gamma),
         }
-        first = compat.layer_kv_cache(self.target_layers[0])
+        first = self.target_layers[0].kv_cache
         if first.numel() == 0 or first.dim() != 4:
             return False
         self._block_pages = block_pages(first)
         for name, (layers, queries, num_queries) in models.items():
             impl = layers[0].impl
             keys = [
-                compat.layer_kv_cache(layers[index]).transpose(1, 2)[..., : impl.head_size]
+                layers[index].kv_cache.transpose(1, 2)[..., : impl.head_size]
                 for index, _ in queries.heads.layers
             ]
             plan = scoring_plan(keys, [heads for _, heads in queries.heads.layers], impl.num_heads)

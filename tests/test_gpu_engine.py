@@ -164,7 +164,7 @@ class Spy:
             begin = 0
             for layer, heads in s.draft_heads.layers:
                 attention = runtime.draft_layers[layer]
-                keys, _ = gathered(attention.kv_cache_of_test(), table, context + GAMMA)
+                keys, _ = gathered(attention.kv_cache, table, context + GAMMA)
                 group = attention.impl.num_heads // attention.impl.num_kv_heads
                 own = queries[:, begin : begin + len(heads)]
                 begin += len(heads)
@@ -196,18 +196,8 @@ class Spy:
             self.selections_checked += 1
 
 
-@pytest.fixture
-def kv_caches(monkeypatch):
-    """Let tests read a layer's cache in every supported vLLM version."""
-    from vllm.model_executor.layers.attention import Attention
-
-    from dustin_vllm import compat
-
-    monkeypatch.setattr(Attention, "kv_cache_of_test", compat.layer_kv_cache, raising=False)
-
-
 @pytest.mark.parametrize("granularity", ["block", "token"])
-def test_sparse_rows_equal_the_reference(start, prompts, monkeypatch, kv_caches, granularity):
+def test_sparse_rows_equal_the_reference(start, prompts, monkeypatch, granularity):
     spy = Spy(monkeypatch)
     llm = start({**SPARSE, "granularity": granularity, "sample_recovery_every": 2}, **EAGER)
     generate(llm, prompts)

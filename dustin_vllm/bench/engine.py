@@ -1,0 +1,844 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dustin bench engine``: decode throughput in vLLM: plain, stock speculation, Dustin.
+
+Each mode runs in a process of its own (``python -m dustin_vllm.bench.engine --worker JOB``) and
+steps its engine by hand: prefill and warm-up are not timed, then a window of decoding steps is,
+then a short one runs under the profiler to say where the GPU's time goes. Without real models
+the weights are random and the acceptance length is fixed by vLLM's synthetic rejection sampler,
+so that speed can be measured without a quality claim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import operator
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dustin_vllm.bench.presets import PRESETS, scoring_layers, write_models
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+PLAIN, STOCK, DUSTIN = "plain", "stock", "dustin"
+MODES = (PLAIN, STOCK, DUSTIN)
+TITLES = {PLAIN: "plain decoding", STOCK: "stock speculation", DUSTIN: "Dustin"}
+
+DEFAULT_ACCEPTANCE = 4.0
+BATCHED_TOKENS = 8192
+WARM_UP_STEPS = 20
+PROFILE_STEPS = 10
+SLACK_STEPS = 16
+CPU_BLOCK = 32
+OWN_SUFFIX = 32  # last prompt tokens, which differ even with --share-prompt
+MIN_SPARSE_SHARE = 0.99
+LOG_LINES = 40
+
+
+class BenchError(RuntimeError):
+    """The benchmark cannot run, or ran in a way that must not be reported."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the user chose. Lengths in tokens."""
+
+    preset: str = "7b"
+    model: Path | None = None
+    draft: Path | None = None
+    text: Path | None = None
+    prompts: Path | None = None
+    layers: int | None = None
+    draft_vocab: int | None = None
+    modes: tuple[str, ...] = MODES
+    batch: int = 16
+    context: int = 32768
+    gamma: int = 4
+    acceptance: float | None = None
+    budget: int = 512
+    granularity: str = "auto"
+    scoring: str = "preset"
+    steps: int = 100
+    share_prompt: bool = False
+    enforce_eager: bool = False
+    quantization: str | None = None
+    tensor_parallel: int = 1
+    dustin: dict[str, Any] = field(default_factory=dict)
+    llm: dict[str, Any] = field(default_factory=dict)
+    mode_timeout: int = 1200
+    seed: int = 0
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """One mode's work, as handed to its process. Lengths in tokens."""
+
+    mode: str
+    model: str
+    draft: str
+    dummy: bool
+    prompts: list[list[int]]
+    max_model_len: int
+    max_tokens: int
+    gamma: int
+    acceptance: float | None
+    dustin: dict[str, Any]
+    steps: int
+    share_prompt: bool
+    enforce_eager: bool
+    quantization: str | None
+    tensor_parallel: int
+    llm: dict[str, Any]
+    seed: int
+
+
+# ---- the job, made in the parent ----------------------------------------------------------
+
+
+def random_prompts(batch: int, length: int, vocab: int, seed: int, share: bool) -> list[list[int]]:
+    """Random token ids. With ``share`` all but the last ``OWN_SUFFIX`` are the same."""
+    generator = random.Random(seed)
+    low, high = vocab // 100, vocab * 9 // 10  # clear of special tokens and padding
+
+    def ids(count: int) -> list[int]:
+        return [generator.randrange(low, high) for _ in range(count)]
+
+    if not share:
+        return [ids(length) for _ in range(batch)]
+    common = ids(length - OWN_SUFFIX)
+    return [common + ids(OWN_SUFFIX) for _ in range(batch)]
+
+
+def text_prompts(options: EngineOptions, length: int) -> list[list[int]]:
+    """Prompts of a real model: windows of --text, or the ones of --prompts, cut to ``length``.
+
+    Raises:
+        BenchError: a file is missing, is not of the form, or is too short.
+    """
+    from transformers import AutoTokenizer
+
+    source = options.text or options.prompts
+    assert source is not None
+    try:
+        content = source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"cannot read {source}: {error}") from error
+    tokenizer = AutoTokenizer.from_pretrained(str(options.model), local_files_only=True)
+    if options.text is not None:
+        ids = tokenizer(content, add_special_tokens=False)["input_ids"]
+        if len(ids) < length:
+            raise BenchError(f"{source} has {len(ids)} tokens; --context needs {length}")
+        stride = (len(ids) - length) // max(1, options.batch - 1)
+        return [ids[i * stride : i * stride + length] for i in range(options.batch)]
+    try:
+        listed = json.loads(content)
+    except ValueError as error:
+        raise BenchError(f"{source} is not JSON: {error}") from error
+    if not isinstance(listed, list) or not listed:
+        raise BenchError(f"{source} must be a JSON list of texts, or of lists of token ids")
+    encoded = [
+        tokenizer(one, add_special_tokens=False)["input_ids"] if isinstance(one, str) else one
+        for one in listed
+    ]
+    return [encoded[i % len(encoded)][-length:] for i in range(options.batch)]
+
+
+def make_jobs(options: EngineOptions, folder: Path, on_cpu: bool) -> list[Job]:
+    """The jobs of all modes: same models, same prompts.
+
+    Args:
+        folder: for the presets' model folders.
+
+    Raises:
+        BenchError: the options do not fit each other or the models.
+    """
+    if (options.model is None) != (options.draft is None):
+        raise BenchError("give --model and --draft together, or neither")
+    if options.acceptance is not None and on_cpu:
+        raise BenchError("--acceptance: vLLM has no synthetic acceptance on the CPU; leave it out")
+    if (options.text or options.prompts) and (options.model is None or options.share_prompt):
+        raise BenchError("--text and --prompts need --model and --draft, without --share-prompt")
+    from dustin_vllm.demo import DemoError, read_model_config
+
+    dummy = options.model is None
+    settings: dict[str, Any] = {
+        "budget": options.budget,
+        "granularity": options.granularity,
+        "dense_below": 0,
+    }
+    if options.model is not None and options.draft is not None:
+        model, draft = options.model, options.draft
+    else:
+        preset = PRESETS[options.preset]
+        model, draft = write_models(preset, folder, options.layers, options.draft_vocab)
+        if options.scoring == "preset":
+            target = preset.target
+            if options.layers is not None:
+                target = type(target)(**{**asdict(target), "layers": options.layers})
+            settings["target_heads"] = scoring_layers(preset.target_scoring, target)
+            settings["draft_heads"] = scoring_layers(preset.draft_scoring, preset.draft)
+    try:
+        configs = [read_model_config(path) for path in (model, draft)]
+    except DemoError as error:
+        raise BenchError(str(error)) from error
+
+    # A little less than the context, which generated tokens fill up until the window is over.
+    length = options.context - min(256, options.context // 8)
+    chunk = BATCHED_TOKENS - options.batch * (options.gamma + 1)
+    if chunk < 256:
+        raise BenchError(f"--batch {options.batch}: at most {BATCHED_TOKENS // 8} rows")
+    prefill_steps = -(-options.batch * length // chunk) + 2
+    steps = prefill_steps + WARM_UP_STEPS + options.steps + PROFILE_STEPS + SLACK_STEPS
+    max_tokens = steps * (options.gamma + 1)
+    max_model_len = -(-(length + max_tokens + options.gamma + 1) // CPU_BLOCK) * CPU_BLOCK
+    limit = min(config.get("max_position_embeddings", max_model_len) for config in configs)
+    if max_model_len > limit:
+        raise BenchError(
+            f"{length} prompt tokens and up to {max_tokens} new ones need {max_model_len} "
+            f"positions, but the models have {limit}: lower --context or --steps"
+        )
+    if options.text or options.prompts:
+        prompts = text_prompts(options, length)
+    else:
+        vocab = min(config["vocab_size"] for config in configs)
+        prompts = random_prompts(options.batch, length, vocab, options.seed, options.share_prompt)
+    acceptance = options.acceptance
+    if acceptance is None and dummy and not on_cpu:
+        acceptance = DEFAULT_ACCEPTANCE
+    return [
+        Job(
+            mode=mode,
+            model=str(model),
+            draft=str(draft),
+            dummy=dummy,
+            prompts=prompts,
+            max_model_len=max_model_len,
+            max_tokens=max_tokens,
+            gamma=options.gamma,
+            acceptance=acceptance,
+            dustin={**settings, **options.dustin},
+            steps=options.steps,
+            share_prompt=options.share_prompt,
+            enforce_eager=options.enforce_eager,
+            quantization=options.quantization,
+            tensor_parallel=options.tensor_parallel,
+            llm=options.llm,
+            seed=options.seed,
+        )
+        for mode in options.modes
+    ]
+
+
+def engine_arguments(job: Job, on_cpu: bool) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``: vLLM's defaults wherever they are what a server would run."""
+    arguments: dict[str, Any] = {
+        "model": job.model,
+        "seed": job.seed,
+        "skip_tokenizer_init": True,
+        "max_model_len": job.max_model_len,
+        "max_num_seqs": len(job.prompts),
+        "max_num_batched_tokens": BATCHED_TOKENS,
+        "enable_prefix_caching": job.share_prompt,
+        "enforce_eager": job.enforce_eager or on_cpu,
+        "tensor_parallel_size": job.tensor_parallel,
+    }
+    if job.dummy:
+        arguments["load_format"] = "dummy"
+    if job.quantization is not None:
+        arguments["quantization"] = job.quantization
+    if on_cpu:
+        from dustin_vllm.demo import kv_bytes_per_token, read_model_config
+
+        configs = [read_model_config(Path(path)) for path in (job.model, job.draft)]
+        per_token = sum(kv_bytes_per_token(config, "float32") for config in configs)
+        tokens = len(job.prompts) * (job.max_model_len + 8 * CPU_BLOCK)
+        arguments["kv_cache_memory_bytes"] = max(1 << 28, per_token * tokens * 5 // 4)
+        arguments["block_size"] = CPU_BLOCK
+    else:
+        arguments["gpu_memory_utilization"] = 0.9
+    if job.mode != PLAIN:
+        speculative: dict[str, Any] = {
+            "method": "draft_model",
+            "model": job.draft,
+            "num_speculative_tokens": job.gamma,
+        }
+        if job.acceptance is not None:
+            speculative["rejection_sample_method"] = "synthetic"
+            speculative["synthetic_acceptance_length"] = job.acceptance
+        arguments["speculative_config"] = speculative
+    if job.mode == DUSTIN:
+        arguments["attention_backend"] = "DUSTIN"
+        arguments["additional_config"] = {"dustin": job.dustin}
+    return {**arguments, **job.llm}
+
+
+def worker_environment(mode: str, base: Mapping[str, str], verbose: bool) -> dict[str, str]:
+    """Environment variables of a worker process. The stock modes load no plugin."""
+    return {
+        **base,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_PLUGINS": "dustin" if mode == DUSTIN else "",
+        "VLLM_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+# ---- the profile --------------------------------------------------------------------------
+
+MARKER = "spin_kernel"  # of torch.cuda._sleep, which nothing else here launches
+
+OWN_KERNELS = {
+    "_split_probabilities_kernel": "scoring",
+    "_aggregate_kernel": "scoring",
+    "_candidates_kernel": "selection",
+    "_select_kernel": "selection",
+    "_compact_kernel": "compaction",
+}
+# Parts of lower-case kernel names; the first that fits decides. FlashAttention is built on
+# CUTLASS, and the kernel that writes the KV cache has "flash" in its name.
+CATEGORIES = (
+    ("kv write", ("reshape_and_cache",)),
+    ("attention", ("flash", "prepare_varlen", "fmha", "unified_attention")),
+    ("gemm", ("nvjet", "gemm", "gemv", "cutlass", "cublas", "splitk")),
+    ("sampling", ("rejection", "sample", "expand_kernel", "topk", "argmax", "softmax")),
+    ("copies", ("memcpy", "memset")),
+    ("communication", ("nccl", "all_reduce", "allreduce")),
+)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Something the GPU did. Microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def classify(name: str) -> str:
+    """Category of a kernel by its name."""
+    if name in OWN_KERNELS:
+        return OWN_KERNELS[name]
+    lower = name.lower()
+    for category, parts in CATEGORIES:
+        if any(part in lower for part in parts):
+            return category
+    return "other"
+
+
+def union_length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length covered by (start, end) intervals, overlaps counted once."""
+    total, reach = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    return total
+
+
+def trace_intervals(trace: Mapping[str, Any]) -> list[Interval]:
+    """Kernels, copies and fills of a Chrome trace of torch.profiler, by start."""
+    wanted = ("kernel", "gpu_memcpy", "gpu_memset")
+    found = [
+        Interval(event["name"], event["ts"], event["ts"] + event.get("dur", 0))
+        for event in trace["traceEvents"]
+        if event.get("cat") in wanted and event.get("ph") == "X"
+    ]
+    return sorted(found, key=lambda interval: interval.start)
+
+
+def breakdown(intervals: Sequence[Interval], steps: int) -> dict[str, Any]:
+    """Where the GPU's time of some steps goes, in milliseconds per step.
+
+    Kernels between a marker and the next one belong to the draft: ``propose`` is enclosed in
+    two. Times of categories are sums over kernels; ``busy_ms`` counts overlaps once.
+    """
+    markers = [interval for interval in intervals if MARKER in interval.name]
+    spans = [
+        (begin.end, end.start) for begin, end in zip(markers[::2], markers[1::2], strict=False)
+    ]
+    if len(markers) % 2:
+        spans = []
+    categories: dict[str, float] = {}
+    draft: list[tuple[float, float]] = []
+    work: list[tuple[float, float]] = []
+    span = 0
+    for interval in intervals:
+        if MARKER in interval.name:
+            continue
+        while span < len(spans) and spans[span][1] <= interval.start:
+            span += 1
+        in_draft = span < len(spans) and spans[span][0] <= interval.start
+        work.append((interval.start, interval.end))
+        if in_draft:
+            draft.append((interval.start, interval.end))
+        category = classify(interval.name)
+        if category not in OWN_KERNELS.values():
+            category = f"{'draft' if in_draft else 'target'} {category}"
+        length = interval.end - interval.start
+        categories[category] = categories.get(category, 0.0) + length
+    scale = 1e-3 / steps
+    ordered = sorted(categories.items(), key=lambda item: -item[1])
+    return {
+        "busy_ms": union_length(work) * scale,
+        "draft_busy_ms": union_length(draft) * scale if spans else None,
+        "draft_span_ms": sum(end - begin for begin, end in spans) * scale if spans else None,
+        "kernels": len(work) / steps,
+        "categories_ms": {name: time_us * scale for name, time_us in ordered},
+    }
+
+
+def _runner(llm: Any) -> Any:
+    """The model runner, when it lives in this process, else None."""
+    try:
+        executor = llm.llm_engine.engine_core.engine_core.model_executor
+        return executor.driver_worker.worker.model_runner
+    except AttributeError:
+        return None
+
+
+def _profile(llm: Any, rows: int) -> dict[str, Any]:
+    """Breakdown of a few steps under the profiler."""
+    import torch
+
+    drafter = getattr(_runner(llm), "drafter", None)
+    if drafter is not None:
+        original = drafter.propose
+
+        def propose(*args: Any, **kwargs: Any) -> Any:
+            torch.cuda._sleep(1)
+            result = original(*args, **kwargs)
+            torch.cuda._sleep(1)
+            return result
+
+        drafter.propose = propose
+    try:
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            started = time.perf_counter()
+            decode(llm, PROFILE_STEPS, rows)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+    finally:
+        if drafter is not None:
+            del drafter.propose  # the instance attribute; the method shows again
+    with tempfile.TemporaryDirectory(prefix="dustin-bench-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
+    result = breakdown(trace_intervals(trace), PROFILE_STEPS)
+    if not result["kernels"]:
+        raise BenchError("the profiler saw no kernels")
+    return {**result, "profiled_ms_per_step": 1000 * seconds / PROFILE_STEPS}
+
+
+# ---- the worker ---------------------------------------------------------------------------
+
+
+@dataclass
+class Window:
+    """What some decoding steps did."""
+
+    tokens: int = 0
+    ends: list[float] = field(default_factory=list)  # host time after every step, seconds
+
+
+def decode(llm: Any, steps: int, rows: int) -> Window:
+    """Run decoding steps in which all rows take part.
+
+    Raises:
+        BenchError: a row is missing from a step, so the batch is not what it claims to be.
+    """
+    window = Window()
+    while len(window.ends) < steps:
+        outputs = llm.llm_engine.step()
+        if not outputs and llm.llm_engine.has_unfinished_requests():
+            continue  # async scheduling hands out a step's tokens one step late
+        running = [output for output in outputs if not output.finished]
+        if len(running) != rows:
+            raise BenchError(
+                f"{len(running)} of {rows} sequences ran in a step: the KV cache does not hold "
+                "them all, or one has ended; lower --batch, --context or --layers"
+            )
+        window.tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
+        window.ends.append(time.perf_counter())
+    return window
+
+
+def _prefill(llm: Any, job: Job) -> dict[str, int]:
+    """Submit all prompts and step until each has its first token; new tokens by request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+    parameters = SamplingParams(
+        temperature=0.0,
+        max_tokens=job.max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    new_tokens: dict[str, int] = {}
+    # With a shared prompt the first request fills the prefix cache for the others.
+    waves = [job.prompts[:1], job.prompts[1:]] if job.share_prompt else [job.prompts]
+    submitted = 0
+    for wave in waves:
+        for prompt in wave:
+            engine.add_request(str(submitted), {"prompt_token_ids": prompt}, parameters)
+            submitted += 1
+        while len(new_tokens) < submitted:
+            if not engine.has_unfinished_requests():
+                raise BenchError("sequences ended during prefill")
+            for output in engine.step():
+                count = len(output.outputs[0].token_ids)
+                if count:
+                    new_tokens[output.request_id] = new_tokens.get(output.request_id, 0) + count
+    return new_tokens
+
+
+def _stats(llm: Any, mode: str) -> dict[str, Any]:
+    if mode != DUSTIN:
+        return {}
+    stats = dict(llm.collective_rpc("dustin_stats")[0])
+    stats.pop("live_sequences", None)
+    return stats
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Run one mode in this process, which must be fresh and set up by ``worker_environment``."""
+    started = time.perf_counter()
+    import torch
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    from dustin_vllm.bench.attention import environment
+    from dustin_vllm.demo import difference
+
+    if job.mode == DUSTIN:
+        import dustin_vllm
+
+        dustin_vllm.register()  # idempotent; for a source tree that is not installed
+    on_cpu = current_platform.is_cpu()
+    rows = len(job.prompts)
+    llm = LLM(**engine_arguments(job, on_cpu))
+    loaded = time.perf_counter()
+
+    def synchronize() -> None:
+        if not on_cpu:
+            torch.cuda.synchronize()
+
+    new_tokens = _prefill(llm, job)
+    prefilled = time.perf_counter()
+    warm_up = decode(llm, WARM_UP_STEPS, rows)
+    before = _stats(llm, job.mode)
+    synchronize()
+    begin = time.perf_counter()
+    window = decode(llm, job.steps, rows)
+    synchronize()
+    seconds = time.perf_counter() - begin
+    counters = difference(_stats(llm, job.mode), before)
+
+    first = sum(map(len, job.prompts)) + sum(new_tokens.values()) + warm_up.tokens
+    middle = len(window.ends) // 2
+    step_ends = [begin, *window.ends]
+    config = llm.llm_engine.vllm_config
+    result: dict[str, Any] = {
+        "mode": job.mode,
+        "tokens_per_second": window.tokens / seconds,
+        "ms_per_step": 1000 * seconds / job.steps,
+        # Noise: a difference between modes below that of the halves means nothing.
+        "halves_ms_per_step": [
+            1000 * (step_ends[middle] - begin) / max(1, middle),
+            1000 * (window.ends[-1] - step_ends[middle]) / (job.steps - middle),
+        ],
+        "median_ms_per_step": 1000 * statistics.median(map(operator.sub, step_ends[1:], step_ends)),
+        "acceptance_length": window.tokens / (job.steps * rows),
+        "steps": job.steps,
+        "tokens": window.tokens,
+        "context_at_start": first / rows,
+        "context_at_end": (first + window.tokens) / rows,
+        "load_seconds": loaded - started,
+        "prefill_seconds": prefilled - loaded,
+        "stats": counters,
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "runner": type(_runner(llm)).__module__,
+        "kv_cache_blocks": config.cache_config.num_gpu_blocks,
+        "environment": environment(),
+        "profile": None,
+    }
+    if not on_cpu and _runner(llm) is not None:
+        try:
+            profile = _profile(llm, rows)
+            profile["busy_share"] = profile["busy_ms"] / result["ms_per_step"]
+            result["profile"] = profile
+        except Exception as error:  # a profiler that cannot run must not cost the measurement
+            result["profile_error"] = f"{type(error).__name__}: {error}"
+    return result
+
+
+def _worker_main(job_file: str, result_file: str) -> None:
+    """Entry of a worker process."""
+    job = Job(**json.loads(Path(job_file).read_text(encoding="utf-8")))
+    try:
+        outcome = run_job(job)
+    except BenchError as error:
+        outcome = {"error": str(error)}
+    Path(result_file).write_text(json.dumps(outcome), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an engine's destructors may wait for threads; everything has been said
+
+
+def run_worker(job: Job, options: EngineOptions) -> dict[str, Any]:
+    """Run one mode in a fresh process.
+
+    Raises:
+        BenchError: it failed or took too long; the message ends with its last output.
+    """
+    with tempfile.TemporaryDirectory(prefix="dustin-bench-") as temporary:
+        job_file, result_file, log = (Path(temporary) / n for n in ("job", "result", "log"))
+        job_file.write_text(json.dumps(asdict(job)), encoding="utf-8")
+        command = [sys.executable, "-m", "dustin_vllm.bench.engine"]
+        command += ["--worker", str(job_file), "--result", str(result_file)]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr if options.verbose else output,
+                stderr=None if options.verbose else subprocess.STDOUT,
+                env=worker_environment(job.mode, os.environ, options.verbose),
+                start_new_session=True,  # so that its own workers can be ended with it
+            )
+            try:
+                code: int | str = process.wait(timeout=options.mode_timeout)
+            except subprocess.TimeoutExpired:
+                code = f"none after {options.mode_timeout} s"
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        if result_file.exists():
+            result = json.loads(result_file.read_text(encoding="utf-8"))
+            if "error" in result:
+                raise BenchError(f"{TITLES[job.mode]}: {result['error']}")
+            return result
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise BenchError(
+            f"{TITLES[job.mode]} failed (exit code {code}):\n" + "\n".join(lines[-LOG_LINES:])
+        )
+
+
+# ---- the report ---------------------------------------------------------------------------
+
+
+def sparse_refusal(stats: Mapping[str, Any]) -> str | None:
+    """Why Dustin's numbers must not be reported, or None."""
+    rows, sparse = stats.get("verification_rows", 0), stats.get("sparse_rows", 0)
+    if rows and sparse >= MIN_SPARSE_SHARE * rows:
+        return None
+    reasons = {why: n for why, n in stats.get("dense_rows", {}).items() if n}
+    return f"only {sparse} of {rows} verification rows were sparse; dense rows: {reasons or 'none'}"
+
+
+def add_ratios(results: Mapping[str, dict[str, Any]]) -> None:
+    """Throughput over that of plain decoding and of stock speculation, where they ran."""
+    for result in results.values():
+        for name in (PLAIN, STOCK):
+            reference = results.get(name)
+            result[f"over_{name}"] = (
+                result["tokens_per_second"] / reference["tokens_per_second"] if reference else None
+            )
+
+
+def _share(stats: Mapping[str, Any], part: str, whole: str) -> float | None:
+    return stats[part] / stats[whole] if stats.get(whole) else None
+
+
+def make_table(title: str, results: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A row for each number, a column for each mode."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    table.add_column("")
+    for mode in results:
+        table.add_column(TITLES[mode], justify="right")
+
+    def row(name: str, cells: Iterable[Any], form: str = "") -> None:
+        shown = ["-" if cell is None else format(cell, form) for cell in cells]
+        if any(cell != "-" for cell in shown):
+            table.add_row(name, *shown)
+
+    every = list(results.values())
+    profiles = [result["profile"] or {} for result in every]
+    row("tokens/s", (r["tokens_per_second"] for r in every), ".0f")
+    row("over plain", (r.get("over_plain") for r in every), ".2f")
+    row("over stock", (r.get("over_stock") for r in every), ".2f")
+    row("ms per step", (r["ms_per_step"] for r in every), ".2f")
+    row("tokens per row and step", (r["acceptance_length"] for r in every), ".2f")
+    row("context, mean", ((r["context_at_start"] + r["context_at_end"]) / 2 for r in every), ".0f")
+    row("GPU busy, ms per step", (p.get("busy_ms") for p in profiles), ".2f")
+    row("GPU busy share", (p.get("busy_share") for p in profiles), ".0%")
+    row("  in propose, busy ms", (p.get("draft_busy_ms") for p in profiles), ".2f")
+    row("  in propose, span ms", (p.get("draft_span_ms") for p in profiles), ".2f")
+    row("kernels per step", (p.get("kernels") for p in profiles), ".0f")
+    categories: dict[str, float] = {}
+    for profile in profiles:
+        for name, spent in profile.get("categories_ms", {}).items():
+            categories[name] = max(spent, categories.get(name, 0.0))
+    for name in sorted(categories, key=lambda name: -categories[name]):
+        row(f"  {name}", (p.get("categories_ms", {}).get(name) for p in profiles), ".2f")
+    stats = [result["stats"] for result in every]
+    row("sparse rows", (s.get("sparse_rows") for s in stats))
+    row("verification rows", (s.get("verification_rows") for s in stats))
+    row("KV tokens read", (_share(s, "kv_tokens_read", "kv_tokens_full") for s in stats), ".1%")
+    return table
+
+
+def plot(results: Mapping[str, Mapping[str, Any]], path: Path, title: str) -> None:
+    """Throughput by mode, and where a step's GPU time goes.
+
+    Raises:
+        BenchError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise BenchError("--plot needs matplotlib: pip install 'dustin-vllm[bench]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    names = [TITLES[mode] for mode in results]
+    bars = left.bar(names, [result["tokens_per_second"] for result in results.values()])
+    left.bar_label(bars, fmt="%.0f")
+    left.set_ylabel("tokens/s")
+    bottom = [0.0] * len(results)
+    profiles = [(result["profile"] or {}).get("categories_ms", {}) for result in results.values()]
+    for category in dict.fromkeys(name for profile in profiles for name in profile):
+        heights = [profile.get(category, 0.0) for profile in profiles]
+        if max(heights) >= 0.02 * max(map(sum, (p.values() for p in profiles))):
+            right.bar(names, heights, bottom=bottom, label=category)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    right.set_ylabel("GPU ms per step")
+    if any(profiles):
+        right.legend(fontsize="small")
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def report(
+    options: EngineOptions, jobs: Sequence[Job], results: Mapping[str, Any], failures: Sequence[str]
+) -> dict[str, Any]:
+    """Content of the ``--json`` file."""
+    chosen = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(options).items()
+    }
+    job = jobs[0]
+    return {
+        "benchmark": "engine",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "options": chosen,
+        "dummy_weights": job.dummy,
+        "random_prompts": not (options.text or options.prompts),
+        # With it, sequences share physical KV blocks and caches serve more than in real use.
+        "shared_prompt": job.share_prompt,
+        "synthetic_acceptance": job.acceptance,
+        "prompt_tokens": [len(prompt) for prompt in job.prompts],
+        "max_model_len": job.max_model_len,
+        "dustin": job.dustin,
+        "modes": dict(results),
+        "failures": list(failures),
+    }
+
+
+def run_engine(
+    options: EngineOptions,
+    console: Console,
+    errors: Console,
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> int:
+    """The whole benchmark. The JSON file is written after every mode.
+
+    Returns:
+        Exit code: 0, or 1 when a mode failed or did not verify sparsely.
+    """
+    import torch
+
+    results: dict[str, dict[str, Any]] = {}
+    failures: list[str] = []
+
+    def fail(message: str) -> None:
+        failures.append(message)
+        errors.print(f"Error: {message}", style="red", markup=False, highlight=False)
+
+    with tempfile.TemporaryDirectory(prefix="dustin-bench-") as folder:
+        try:
+            jobs = make_jobs(options, Path(folder), on_cpu=not torch.cuda.is_available())
+        except BenchError as error:
+            fail(str(error))
+            return 1
+        for job in jobs:
+            errors.print(f"{TITLES[job.mode]} ...")
+            try:
+                result = run_worker(job, options)
+                why = sparse_refusal(result["stats"]) if job.mode == DUSTIN else None
+                if why is None:
+                    results[job.mode] = result
+                    errors.print(
+                        f"  {result['tokens_per_second']:.0f} tokens/s (load "
+                        f"{result['load_seconds']:.0f} s, prefill "
+                        f"{result['prefill_seconds']:.0f} s)"
+                    )
+                    if "profile_error" in result:
+                        errors.print(f"  no profile: {result['profile_error']}", markup=False)
+                else:
+                    fail(f"{TITLES[job.mode]}: {why}")
+            except BenchError as error:
+                fail(str(error))
+            add_ratios(results)
+            if json_file is not None:
+                data = report(options, jobs, results, failures)
+                json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if results:
+        what = options.preset if options.model is None else options.model.name
+        title = f"{what}, batch {options.batch}, {options.context} tokens, γ = {options.gamma}"
+        if options.share_prompt:
+            title += ", shared prompt (KV blocks shared: not what real traffic reads)"
+        console.print(make_table(title, results))
+        if plot_file is not None:
+            try:
+                plot(results, plot_file, title)
+            except BenchError as error:
+                fail(str(error))
+    return 1 if failures else 0
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description="Worker process of `dustin bench engine`.")
+    parser.add_argument("--worker", required=True, metavar="JOB", help="JSON file of the job")
+    parser.add_argument("--result", required=True, metavar="FILE", help="where the numbers go")
+    arguments = parser.parse_args()
+    _worker_main(arguments.worker, arguments.result)
+
+
+if __name__ == "__main__":
+    _main()
