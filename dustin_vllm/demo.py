@@ -727,7 +727,7 @@ def report_data(
     return {
         "schema": SCHEMA_VERSION,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "environment": dict(environment),
         "options": chosen,
         "prompt_tokens": prompt,

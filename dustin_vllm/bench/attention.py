@@ -979,7 +979,7 @@ def run_attention(
             data = {
                 "benchmark": "attention",
                 "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "command": sys.argv,
+                "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
                 "environment": environment(),
                 "options": asdict(options),
                 "copy_bytes_per_second": bandwidth,

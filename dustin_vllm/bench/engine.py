@@ -754,7 +754,7 @@ def report(
     return {
         "benchmark": "engine",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "options": chosen,
         "dummy_weights": job.dummy,
         "random_prompts": not (options.text or options.prompts),
