@@ -235,7 +235,7 @@ class CudaRuntime(DustinRuntime):
         if num_reqs > buffers.max_rows or not self._caches_bound():
             queries.count = 0
             return metadata
-        self._copy_row_info(num_reqs)
+        self._copy_row_info()
         if queries.count:
             ends = metadata.query_start_loc[1 : num_reqs + 1, None]
             kept = (ends - width + self._offsets).maximum(metadata.query_start_loc[:num_reqs, None])
@@ -273,15 +273,12 @@ class CudaRuntime(DustinRuntime):
             max_seq_len=longest if all_sparse else metadata.max_seq_len,
         )
 
-    def _copy_row_info(self, num_reqs: int) -> None:
+    def _copy_row_info(self) -> None:
         host = self.buffers.row_info_host
-        info = host[:, :num_reqs]
-        info.zero_()
-        info[1].fill_(self.scores.padding_index)
+        info = host.numpy()  # assigning to tensor elements one by one costs the host more
+        info[:] = ((0,), (self.scores.padding_index,), (0,))
         for i, row in enumerate(self.rows):
-            info[0, i] = row.dense is None
-            info[1, i] = row.slot.index
-            info[2, i] = row.needs_selection
+            info[:, i] = row.dense is None, row.slot.index, row.needs_selection
         # The pinned buffer is written again only in the next step, which vLLM does not begin
         # before this one's samples have reached the host.
         self.buffers.row_info.copy_(host, non_blocking=True)

@@ -186,6 +186,24 @@ def run_python(code: str, **env: str) -> str:
     return done.stdout
 
 
+def reference_selection(lookahead: Any, history: Any, context: int, settings: Any) -> list[int]:
+    """``reference.select_units`` with the parameters of resolved settings."""
+    from dustin_vllm import reference
+
+    return reference.select_units(
+        lookahead.tolist(),
+        history.tolist(),
+        context,
+        settings.unit,
+        settings.budget_units,
+        settings.config.sinks,
+        settings.config.recent,
+        settings.config.merge,
+        settings.lookahead_units,
+        settings.config.lookahead_weight,
+    )
+
+
 def runtime_of(llm: Any) -> Any:
     """The DustinRuntime of an engine in this process."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import GAMMA, acceptance, generate, run_python, runtime_of, tokens
+from conftest import (
+    GAMMA,
+    acceptance,
+    generate,
+    reference_selection,
+    run_python,
+    runtime_of,
+    tokens,
+)
 from vllm import SamplingParams
 from vllm.v1.attention.backends import cpu_attn
 
@@ -161,18 +169,7 @@ class Spy:
                 heads += queries.shape[1]
             lookahead = reference.unit_scores(total / heads, context, s.unit)
             history = reference.unit_scores(runtime._history[i], context, s.unit, GAMMA + 1)
-            units = reference.select_units(
-                lookahead.tolist(),
-                history.tolist(),
-                context,
-                s.unit,
-                s.budget_units,
-                s.config.sinks,
-                s.config.recent,
-                s.config.merge,
-                s.lookahead_units,
-                s.config.lookahead_weight,
-            )
+            units = reference_selection(lookahead, history, context, s)
             expected.append((runtime.rows[row].slot, units))
         return expected
 

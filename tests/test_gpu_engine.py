@@ -16,6 +16,7 @@ from conftest import (
     GAMMA,
     acceptance,
     generate,
+    reference_selection,
     runtime_of,
     tokens,
     write_layer_dropped,
@@ -177,18 +178,7 @@ class Spy:
                 reference.unit_scores(lookahead, context, s.unit),
                 reference.unit_scores(history, context, s.unit, s.dilation_tokens),
             ]
-            wanted = reference.select_units(
-                units[0].tolist(),
-                units[1].tolist(),
-                context,
-                s.unit,
-                s.budget_units,
-                s.config.sinks,
-                s.config.recent,
-                s.config.merge,
-                s.lookahead_units,
-                s.config.lookahead_weight,
-            )
+            wanted = reference_selection(*units, context, s)
             got = runtime.scores.selections[row.slot.index].tolist()
             # Block sums in another order may swap equals at the border.
             assert len(set(got) ^ set(wanted)) <= 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import reference_selection
 
 from dustin_vllm import reference, selection
 from dustin_vllm.config import DustinConfig, HeadSet, Settings
@@ -23,21 +24,6 @@ def settings(unit: int, budget_units: int, lookahead_units: int, **config: objec
         dilation_tokens=5,
         target_heads=HEADS,
         draft_heads=HEADS,
-    )
-
-
-def expected(lookahead, history, context, s):
-    return reference.select_units(
-        lookahead.tolist(),
-        history.tolist(),
-        context,
-        s.unit,
-        s.budget_units,
-        s.config.sinks,
-        s.config.recent,
-        s.config.merge,
-        s.lookahead_units,
-        s.config.lookahead_weight,
     )
 
 
@@ -74,7 +60,7 @@ def test_selection_equals_reference(
     chosen = selection.merge_and_select(lookahead, history, contexts, s)
     assert chosen.dtype == torch.int32
     for row, context in enumerate(contexts.tolist()):
-        assert chosen[row].tolist() == expected(lookahead[row], history[row], context, s)
+        assert chosen[row].tolist() == reference_selection(lookahead[row], history[row], context, s)
 
 
 def test_selection_holds_sinks_and_recent_window_and_has_no_duplicates():
