@@ -238,6 +238,15 @@ def test_a_draft_of_a_smaller_vocabulary(make_llm, target, draft, tmp_path):
     assert accepted > 0
 
 
+def test_compiled_equals_eager(make_llm, target, draft, monkeypatch):
+    """vLLM's default on the CPU is torch.compile; here with Dynamo only, which is quick."""
+    expected = generate(make_llm(target, draft, SPARSE), PROMPTS)
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
+    llm = make_llm(target, draft, SPARSE, enforce_eager=False)
+    assert generate(llm, PROMPTS) == expected
+    assert runtime_of(llm).stats()["sparse_rows"] > 20
+
+
 def test_weighted_merge_and_max_aggregation_run(make_llm, target, draft):
     llm = make_llm(target, draft, {**SPARSE, "merge": "weighted", "aggregate": "max"})
     generate(llm, PROMPTS[:1])
