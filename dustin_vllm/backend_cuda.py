@@ -38,6 +38,11 @@ class DustinCudaAttentionBackend(FlashAttentionBackend):
         return DustinCudaMetadataBuilder
 
 
+def _is_compacted(metadata: CommonAttentionMetadata) -> bool:
+    """Whether the runtime has rewritten the block table, see CudaRuntime."""
+    return getattr(metadata, "dustin_compacted", False)
+
+
 class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
     """Hands shortened block tables and lengths of sparse rows to the stock builder."""
 
@@ -55,16 +60,18 @@ class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
             # vLLM also builds for the draft's layers in every target step, and nobody reads
             # it: at least do not launch a scheduling kernel for it.
             skip_schedule = fast_build or self.draft_only
-            return super().build(common_prefix_len, common_attn_metadata, skip_schedule)
+            metadata = super().build(common_prefix_len, common_attn_metadata, skip_schedule)
+            metadata.dustin_compacted = _is_compacted(common_attn_metadata)
+            return metadata
         planned = self.runtime.plan_verification(common_attn_metadata)
-        compacted = planned is not common_attn_metadata
+        compacted = _is_compacted(planned)
         self.block_size = self.runtime.page_size if compacted else self.kv_cache_spec.block_size
         if self.use_full_cuda_graph and self.aot_schedule:
             # The same number for one batch size at capture and at replay: the schedule is made
             # outside the graph, the kernel's own number is inside.
             self.max_num_splits = self.runtime.num_splits(planned.num_reqs)
         metadata = super().build(0, planned, fast_build)
-        metadata.dustin_pages = compacted and self.runtime.page_size == 1
+        metadata.dustin_compacted = compacted
         return metadata
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
@@ -75,13 +82,14 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
     """The stock kernel; scoring layers also keep the queries that are asked for."""
 
     capture: QueryBuffer | None = None  # set on scoring layers, see runtime.attach
+    token_pages = False  # whether compacted tables address single tokens
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is not None and config.is_active(vllm_config):
             # While the model is built, so that vLLM counts our memory when it profiles.
-            runtime_cuda.reserve(vllm_config)
+            self.token_pages = runtime_cuda.reserve(vllm_config).settings.unit == 1
 
     def forward(
         self,
@@ -97,6 +105,6 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
         if attn_metadata is not None:
             if self.capture is not None:
                 self.capture.take(self, query)
-            if getattr(attn_metadata, "dustin_pages", False):
+            if self.token_pages and attn_metadata.dustin_compacted:
                 kv_cache = runtime_cuda.token_pages(kv_cache)
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)

@@ -48,6 +48,12 @@ class DustinConfig(BaseModel):
     budget: int = Field(
         1024, ge=1, description="Context tokens a sparse row reads, sinks and recent included."
     )
+    draft_budget: int | None = Field(
+        None,
+        ge=1,
+        description="Context tokens that the draft reads per pass in sparse rows; at most the "
+        "budget. None: all.",
+    )
     granularity: Literal["auto", "block", "token"] = Field(
         "auto", description="Unit of selection: KV-cache blocks or single tokens."
     )
@@ -203,6 +209,8 @@ class Settings:
     budget_units: int
     lookahead_units: int
     dilation_tokens: int
+    draft_budget_units: int | None  # None: the draft reads everything
+    draft_lookahead_units: int
     target_heads: HeadSet
     draft_heads: HeadSet
 
@@ -350,20 +358,17 @@ def resolve(vllm_config: VllmConfig) -> Settings:
     speculative = vllm_config.speculative_config
     block_size = vllm_config.cache_config.block_size
     unit = _resolve_unit(config, block_size)
-    budget_units = config.budget // unit
-    if budget_units == 0:
-        raise ConfigError(
-            f"dustin.budget={config.budget} is less than one unit of {unit} tokens; "
-            f"set it to {unit} or more"
-        )
-    protected = -(-config.sinks // unit) + -(-config.recent // unit)
-    if protected > budget_units:
-        raise ConfigError(
-            f"dustin.budget={config.budget} ({budget_units} units of {unit} tokens) cannot hold "
-            f"sinks={config.sinks} and recent={config.recent} ({protected} units); set budget to "
-            f"{protected * unit} or more, or lower recent"
-        )
+    budget_units = _budget_units(config, "budget", config.budget, unit)
+    draft_budget_units = None
+    if config.draft_budget is not None:
+        draft_budget_units = _budget_units(config, "draft_budget", config.draft_budget, unit)
+        if draft_budget_units > budget_units:
+            raise ConfigError(
+                f"dustin.draft_budget={config.draft_budget} exceeds budget={config.budget}; "
+                "lower it, or leave it out to let the draft read everything"
+            )
     lookahead = config.budget // 2 if config.lookahead is None else config.lookahead
+    lookahead_units = lookahead // unit
     gamma = speculative.num_speculative_tokens
     target, draft = vllm_config.model_config, speculative.draft_model_config
     return Settings(
@@ -372,11 +377,32 @@ def resolve(vllm_config: VllmConfig) -> Settings:
         unit=unit,
         block_size=block_size,
         budget_units=budget_units,
-        lookahead_units=lookahead // unit,
+        lookahead_units=lookahead_units,
         dilation_tokens=gamma + 1 if config.dilate_history else 0,
+        draft_budget_units=draft_budget_units,
+        # The same share of a smaller budget.
+        draft_lookahead_units=lookahead_units * (draft_budget_units or 0) // budget_units,
         target_heads=_resolve_heads(config.target_heads, "target_heads", *_shape(target)),
         draft_heads=_resolve_heads(config.draft_heads, "draft_heads", *_shape(draft)),
     )
+
+
+def _budget_units(config: DustinConfig, name: str, tokens: int, unit: int) -> int:
+    """A budget in whole units; refused when it cannot hold what every row reads."""
+    units = tokens // unit
+    if units == 0:
+        raise ConfigError(
+            f"dustin.{name}={tokens} is less than one unit of {unit} tokens; "
+            f"set it to {unit} or more"
+        )
+    protected = -(-config.sinks // unit) + -(-config.recent // unit)
+    if protected > units:
+        raise ConfigError(
+            f"dustin.{name}={tokens} ({units} units of {unit} tokens) cannot hold "
+            f"sinks={config.sinks} and recent={config.recent} ({protected} units); set {name} to "
+            f"{protected * unit} or more, or lower recent"
+        )
+    return units
 
 
 def _resolve_unit(config: DustinConfig, block_size: int) -> int:
@@ -429,6 +455,7 @@ def describe(model: str, draft: str | None, additional_config: dict[str, Any]) -
         "unit_tokens": settings.unit,
         "budget_units": settings.budget_units,
         "lookahead_units": settings.lookahead_units,
+        "draft_budget_units": settings.draft_budget_units,
         "dilation_tokens": settings.dilation_tokens,
         "target_scoring_heads": {str(i): heads for i, heads in settings.target_heads.layers},
         "draft_scoring_heads": {str(i): heads for i, heads in settings.draft_heads.layers},

@@ -35,7 +35,9 @@ class DustinProposer(DraftModelProposer):
         # Called once before every draft pass. The first pass runs the accepted tokens too, so
         # each sequence's query sits where its draft is sampled; later passes have a row each.
         self.runtime.begin_draft_pass(self._first_pass_rows if draft_index == 0 else None)
-        return super().build_per_group_and_layer_attn_metadata(common_attn_metadata, draft_index)
+        return super().build_per_group_and_layer_attn_metadata(
+            self.runtime.compact_draft(common_attn_metadata), draft_index
+        )
 
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See ``DraftModelProposer.propose``. Afterwards the selections for the next

@@ -8,8 +8,8 @@ Order of events in a step, all in the worker:
 2. The target runs. Its scoring layers keep the last gamma + 1 queries of the rows.
 3. ``begin_scoring`` (from the proposer, after sampling): history scores, from the query of the
    last confirmed token.
-4. The draft runs, gamma passes, each announced by ``begin_draft_pass``. Its scoring layers keep
-   one query per row and pass.
+4. The draft runs, gamma passes, each announced by ``begin_draft_pass`` and, with a draft
+   budget, sparse (``compact_draft``). Its scoring layers keep one query per row and pass.
 5. ``finish_scoring``: lookahead scores, merge, and the selections are published.
 """
 
@@ -51,7 +51,10 @@ class DustinRuntime(ABC):
         self.counters = Counters()
         # Twice the batch: preempted sequences keep their slots.
         self.scores = SequenceScores(
-            2 * runner.scheduler_config.max_num_seqs, settings.budget_units, device
+            2 * runner.scheduler_config.max_num_seqs,
+            settings.budget_units,
+            settings.draft_budget_units,
+            device,
         )
         self.rows: list[Row] = []
         self._step = 0
@@ -86,6 +89,18 @@ class DustinRuntime(ABC):
 
         Args:
             rows: [R] token row of every batch row's query; None: the batch row itself.
+        """
+
+    @abstractmethod
+    def compact_draft(self, metadata: Any) -> Any:
+        """Shorten what the draft's kernel reads in the next pass, if there is a draft budget.
+
+        The rows that were sparse in this step's verification read its selection (or the
+        draft's smaller one) and everything since. This changes what is drafted, and so the
+        acceptance, but not what drafts are verified against.
+
+        Args:
+            metadata: CommonAttentionMetadata of the pass; not modified.
         """
 
     @abstractmethod
@@ -149,10 +164,21 @@ class DustinRuntime(ABC):
         too_few = context // settings.unit <= settings.budget_units
         return too_few or context < settings.config.dense_below
 
-    def _sparse_length(self, context: int, seq_len: int) -> int:
+    def _sparse_length(self, context: int, seq_len: int, budget_units: int | None = None) -> int:
         """Tokens a sparse row reads: the selection and the tail."""
         unit = self.settings.unit
-        return self.settings.budget_units * unit + seq_len - context // unit * unit
+        units = self.settings.budget_units if budget_units is None else budget_units
+        return units * unit + seq_len - context // unit * unit
+
+    def count_draft_pass(self, seq_lens: list[int]) -> None:
+        """Count one sparse draft pass; seq_lens of all rows."""
+        units = self.settings.draft_budget_units
+        for row, seq_len in zip(self.rows, seq_lens, strict=False):
+            if row.dense is None:
+                self.counters.draft_kv_tokens_full += seq_len
+                self.counters.draft_kv_tokens_read += self._sparse_length(
+                    row.context, seq_len, units
+                )
 
     def publish(self, rows: list[Row]) -> None:
         """Note that these rows' slots hold a selection made in this step."""

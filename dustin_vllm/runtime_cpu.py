@@ -145,12 +145,15 @@ class CpuRuntime(DustinRuntime):
         if not sparse:
             return metadata
         self._verified_steps += 1
-        slots = [self.rows[i].slot.index for i in sparse]
+        return self._compact(metadata, sparse, self.scores.selections)
+
+    def _compact(self, metadata: Any, sparse: list[int], selections: torch.Tensor) -> Any:
+        """A copy of the metadata in which the rows ``sparse`` read their selections."""
         table, lens = selection.compact(
             metadata.block_table_tensor,
             metadata.seq_lens,
             sparse,
-            self.scores.selections[slots],
+            selections[[self.rows[i].slot.index for i in sparse]],
             [self.rows[i].context for i in sparse],
             self.settings.block_size,
         )
@@ -203,6 +206,13 @@ class CpuRuntime(DustinRuntime):
             wanted = torch.tensor(self._to_score)
             self.draft.arm(wanted if rows is None else rows[wanted].long())
 
+    def compact_draft(self, metadata: Any) -> Any:
+        sparse = [i for i, row in enumerate(self.rows) if row.dense is None]
+        if self.settings.draft_budget_units is None or not sparse:
+            return metadata
+        self.count_draft_pass(metadata.seq_lens.tolist())
+        return self._compact(metadata, sparse, self.scores.draft_selections)
+
     def finish_scoring(self) -> None:
         self.draft.arm(None)
         if self._history is None:
@@ -214,14 +224,24 @@ class CpuRuntime(DustinRuntime):
         lookahead = self.draft.token_scores(queries, self._block_table, seq_lens)
         lookahead = lookahead[:, : int(contexts.max())].contiguous()
         unit, dilation = settings.unit, settings.dilation_tokens
-        chosen = selection.merge_and_select(
+        scores = (
             cpu_ops.unit_scores(lookahead, contexts, unit, 0),
             cpu_ops.unit_scores(self._history, contexts, unit, dilation),
-            contexts,
-            settings,
         )
         rows = [self.rows[i] for i in self._to_score]
-        self.scores.selections[[row.slot.index for row in rows]] = chosen
+        slots = [row.slot.index for row in rows]
+        self.scores.selections[slots] = selection.merge_and_select(
+            *scores, contexts, settings, settings.budget_units, settings.lookahead_units
+        )
+        if self.scores.draft_selections is not self.scores.selections:
+            assert settings.draft_budget_units is not None
+            self.scores.draft_selections[slots] = selection.merge_and_select(
+                *scores,
+                contexts,
+                settings,
+                settings.draft_budget_units,
+                settings.draft_lookahead_units,
+            )
         self.publish(rows)
         self._history = None
         self.counters.scoring_seconds += time.perf_counter() - started

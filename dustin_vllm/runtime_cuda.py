@@ -108,11 +108,16 @@ class Buffers:
     table: torch.Tensor  # [R, W] int32 compacted block tables
     lens: torch.Tensor  # [R] int32 compacted lengths
     selected: torch.Tensor  # [R, K] int32, this step's, by batch row
+    draft_table: torch.Tensor  # [R, W], or [R, 0] without a draft budget
+    draft_lens: torch.Tensor  # [R]
+    draft_selected: torch.Tensor  # [R, draft K]
+    verified: torch.Tensor  # [R] int32, contexts of this step's verification
     history: torch.Tensor  # [R, C] fp32
     lookahead: torch.Tensor  # [R, C] fp32
     target_queries: QueryBuffer  # R * (gamma + 1) places
     draft_queries: QueryBuffer  # gamma * R places, pass by pass
     select: Any  # triton_kernels.SelectionWorkspace
+    draft_select: Any  # the same for a smaller draft budget, or None
     recovery: torch.Tensor  # [2] fp32: sum, samples
 
     def num_bytes(self) -> int:
@@ -120,9 +125,9 @@ class Buffers:
         tensors = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
         for query_buffer in (self.target_queries, self.draft_queries):
             tensors += [query_buffer.queries, query_buffer.rows]
-        tensors += [
-            value for value in vars(self.select).values() if isinstance(value, torch.Tensor)
-        ]
+        for scratch in (self.select, self.draft_select):
+            if scratch is not None:
+                tensors += [v for v in vars(scratch).values() if isinstance(v, torch.Tensor)]
         return sum(t.nbytes for t in tensors if t.device.type != "cpu")
 
 
@@ -150,6 +155,8 @@ def reserve(vllm_config: Any) -> Buffers:
     def queries(heads: HeadSet, places: int, model: Any) -> QueryBuffer:
         return QueryBuffer(heads, places, model.get_head_size(), model.dtype, device)
 
+    draft_budget = settings.draft_budget_units
+    own_draft_selection = draft_budget not in (None, budget)
     buffers = Buffers(
         settings=settings,
         max_rows=rows,
@@ -159,6 +166,10 @@ def reserve(vllm_config: Any) -> Buffers:
         table=zeros(rows, width),
         lens=zeros(rows),
         selected=zeros(rows, budget),
+        draft_table=zeros(rows, width if draft_budget else 0),
+        draft_lens=zeros(rows),
+        draft_selected=zeros(rows, draft_budget or 0),
+        verified=zeros(rows),
         history=zeros(rows, context, dtype=torch.float32),
         lookahead=zeros(rows, context, dtype=torch.float32),
         target_queries=queries(settings.target_heads, rows * (gamma + 1), vllm_config.model_config),
@@ -166,6 +177,16 @@ def reserve(vllm_config: Any) -> Buffers:
         select=select_workspace(
             rows, context, settings.unit, budget, settings.lookahead_units, device
         ),
+        draft_select=select_workspace(
+            rows,
+            context,
+            settings.unit,
+            draft_budget or 0,
+            settings.draft_lookahead_units,
+            device,
+        )
+        if own_draft_selection
+        else None,
         recovery=zeros(2, dtype=torch.float32),
     )
     # The previous engine of this process, if any, is gone or has its own reference.
@@ -201,6 +222,7 @@ class CudaRuntime(DustinRuntime):
         self._plans: dict[str, tuple[Any, Any]] = {}  # scoring plans and scratch, by model
         self._block_pages = 0
         self._scoring = False
+        self._sparse = False  # whether this step has sparse rows
         self._passes = 0
         self._verified_steps = 0
         self._block_table: torch.Tensor | None = None
@@ -227,7 +249,7 @@ class CudaRuntime(DustinRuntime):
         buffers, settings, rows = self.buffers, self.settings, self.rows
         num_reqs = metadata.num_reqs
         self._scoring = any(row.needs_selection for row in rows)
-        sparse = any(row.dense is None for row in rows)
+        sparse = self._sparse = any(row.dense is None for row in rows)
         # In a captured graph the queries are always kept.
         queries = buffers.target_queries
         width = settings.gamma + 1
@@ -251,27 +273,56 @@ class CudaRuntime(DustinRuntime):
         torch.sub(seq_lens, starts[1:] - starts[:-1], out=contexts)
         selected = buffers.selected[:num_reqs]
         torch.index_select(self.scores.selections, 0, slots, out=selected)
-        table, lens = buffers.table[:num_reqs], buffers.lens[:num_reqs]
+        self._verified_steps += sparse
+        if sparse and settings.draft_budget_units is not None:
+            buffers.verified[:num_reqs].copy_(contexts)
+            torch.index_select(
+                self.scores.draft_selections,
+                0,
+                slots,
+                out=buffers.draft_selected[:num_reqs],
+            )
+        return self._compact(
+            metadata, num_reqs, buffers.table, buffers.lens, selected, contexts, flags
+        )
+
+    def _compact(
+        self,
+        metadata: Any,
+        num_reqs: int,
+        table: torch.Tensor,
+        lens: torch.Tensor,
+        selected: torch.Tensor,
+        contexts: torch.Tensor,
+        flags: torch.Tensor,
+    ) -> Any:
+        """A copy of the metadata in which flagged rows read their selection and tail.
+
+        Its tables address pages of ``page_size`` tokens, dense rows' too.
+        """
+        settings, rows = self.settings, self.rows
         compact(
-            table,
-            lens,
+            table[:num_reqs],
+            lens[:num_reqs],
             metadata.block_table_tensor[:num_reqs],
             selected,
             contexts,
-            seq_lens,
+            metadata.seq_lens[:num_reqs],
             flags,
             settings.unit,
             settings.block_size,
             self._block_pages if settings.unit == 1 else None,
         )
-        self._verified_steps += sparse
         all_sparse = rows and all(row.dense is None for row in rows)
-        longest = (settings.budget_units + 1) * settings.unit + width
-        return metadata.replace(
-            block_table_tensor=table,
-            seq_lens=lens,
+        # Selection, unfilled unit, and at most 2 * gamma + 2 new tokens of verification and draft.
+        longest = (selected.shape[1] + 1) * settings.unit + 2 * settings.gamma + 2
+        compacted = metadata.replace(
+            block_table_tensor=table[:num_reqs],
+            seq_lens=lens[:num_reqs],
             max_seq_len=longest if all_sparse else metadata.max_seq_len,
         )
+        compacted.dustin_compacted = True
+        return compacted
 
     def _copy_row_info(self) -> None:
         host = self.buffers.row_info_host
@@ -364,6 +415,21 @@ class CudaRuntime(DustinRuntime):
         queries.count = num_reqs
         self._passes += 1
 
+    def compact_draft(self, metadata: Any) -> Any:
+        buffers, num_reqs = self.buffers, len(self.rows)
+        if self.settings.draft_budget_units is None or not self._sparse:
+            return metadata
+        self.count_draft_pass([row.seq_len + self._passes for row in self.rows])
+        return self._compact(
+            metadata,
+            num_reqs,
+            buffers.draft_table,
+            buffers.draft_lens,
+            buffers.draft_selected[:num_reqs],
+            buffers.verified[:num_reqs],
+            buffers.row_info[0, :num_reqs],
+        )
+
     def finish_scoring(self) -> None:
         buffers, settings = self.buffers, self.settings
         buffers.draft_queries.count = 0
@@ -382,23 +448,35 @@ class CudaRuntime(DustinRuntime):
             self._block_table,
             contexts + settings.gamma * needs,
         )
-        selected = buffers.selected[:num_reqs]
-        merge_and_select(
-            selected,
-            lookahead,
-            buffers.history[:num_reqs],
-            contexts,
-            buffers.select,
-            settings.config.sinks,
-            settings.config.recent,
-            settings.dilation_tokens,
-            settings.config.merge,
-            settings.lookahead_units,
-            settings.config.lookahead_weight,
-        )
         # Rows without a selection write too, but their slots are not marked as published.
-        slots = buffers.row_info[1, :num_reqs]
-        self.scores.selections.index_copy_(0, slots.long(), selected)
+        slots = buffers.row_info[1, :num_reqs].long()
+        targets = [
+            (self.scores.selections, buffers.selected, buffers.select, settings.lookahead_units)
+        ]
+        if buffers.draft_select is not None:
+            targets.append(
+                (
+                    self.scores.draft_selections,
+                    buffers.draft_selected,
+                    buffers.draft_select,
+                    settings.draft_lookahead_units,
+                )
+            )
+        for selections, selected, scratch, lookahead_units in targets:
+            merge_and_select(
+                selected[:num_reqs],
+                lookahead,
+                buffers.history[:num_reqs],
+                contexts,
+                scratch,
+                settings.config.sinks,
+                settings.config.recent,
+                settings.dilation_tokens,
+                settings.config.merge,
+                lookahead_units,
+                settings.config.lookahead_weight,
+            )
+            selections.index_copy_(0, slots, selected[:num_reqs])
         self.publish([row for row in self.rows if row.needs_selection])
         self._scoring = False
 

@@ -27,12 +27,15 @@ def merge_and_select(
     history: torch.Tensor,
     contexts: torch.Tensor,
     settings: Settings,
+    budget_units: int,
+    lookahead_units: int,
 ) -> torch.Tensor:
     """One selection per row, see ``reference.select_units``.
 
     Args:
         lookahead, history: [R, U] fp32 unit scores; units from contexts[r] // unit on are ignored.
         contexts: [R] int, confirmed tokens; every row needs contexts[r] // unit > budget_units.
+        budget_units, lookahead_units: of the target or of the draft.
 
     Returns:
         [R, budget_units] int32, ascending.
@@ -43,9 +46,9 @@ def merge_and_select(
     first_recent = ((contexts - config.recent).clamp(min=0) // unit)[:, None]
     exists = units < num_units
     chosen = exists & ((units < -(-config.sinks // unit)) | (units >= first_recent))
-    free = settings.budget_units - chosen.sum(1)
+    free = budget_units - chosen.sum(1)
     if config.merge == "fill":
-        first = free.clamp(max=settings.lookahead_units)
+        first = free.clamp(max=lookahead_units)
         candidates = exists & ~chosen
         chosen = chosen | _top(lookahead.masked_fill(~candidates, _NEVER), first)
         candidates = exists & ~chosen
@@ -54,7 +57,7 @@ def merge_and_select(
         weight = torch.tensor(config.lookahead_weight, dtype=torch.float32)
         mixed = weight * lookahead + (1 - weight) * history
         chosen = chosen | _top(mixed.masked_fill(~(exists & ~chosen), _NEVER), free)
-    return chosen.nonzero()[:, 1].view(-1, settings.budget_units).to(torch.int32)
+    return chosen.nonzero()[:, 1].view(-1, budget_units).to(torch.int32)
 
 
 def compact(

@@ -52,11 +52,27 @@ class SequenceScores:
         num_slots: sequences that can hold state at once, preempted ones included. When more
             are alive, the one unseen for longest loses its slot (and is dense for one step).
         budget_units: units of a selection.
+        draft_budget_units: units of the draft's selection; None when the draft reads everything.
     """
 
-    def __init__(self, num_slots: int, budget_units: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        budget_units: int,
+        draft_budget_units: int | None,
+        device: torch.device,
+    ) -> None:
         # One row more than slots: padded batch rows read and write that one.
-        self.selections = torch.zeros(num_slots + 1, budget_units, dtype=torch.int32, device=device)
+        def empty(units: int) -> torch.Tensor:
+            return torch.zeros(num_slots + 1, units, dtype=torch.int32, device=device)
+
+        self.selections = empty(budget_units)
+        # The same one where the budgets are equal.
+        self.draft_selections = (
+            self.selections
+            if draft_budget_units in (None, budget_units)
+            else empty(draft_budget_units or 0)
+        )
         self._free = list(range(num_slots))
         self._slots: dict[str, Slot] = {}
 
@@ -94,6 +110,8 @@ class Counters:
     dense_rows: Counter[str] = field(default_factory=Counter)
     kv_tokens_full: int = 0  # what dense verification of all verification rows would have read
     kv_tokens_read: int = 0  # what was read
+    draft_kv_tokens_full: int = 0  # what dense drafting of sparse rows would have read, all passes
+    draft_kv_tokens_read: int = 0  # what was read; both 0 without draft_budget
     selections: int = 0
     recovery_sum: float = 0.0
     recovery_samples: int = 0

@@ -16,6 +16,7 @@ import gc
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,7 @@ def run_python(code: str, **env: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **env},
+        cwd=tempfile.gettempdir(),  # not the checkout, whose folders would be importable
         capture_output=True,
         text=True,
         timeout=300,

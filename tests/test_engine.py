@@ -46,7 +46,10 @@ class Spy:
         self.sparse_rows = 0
         self.selections = 0
         self.outputs_checked = 0
+        self.draft_rows = 0
+        self.draft_tokens_read = 0
         self._full: Any = None
+        self._draft_full: Any = None
         self._runtime: Any = None
         self._layer: Any = None
         self.queries: dict[str, torch.Tensor] = {}  # of every layer's latest pass
@@ -54,6 +57,7 @@ class Spy:
         plan = CpuRuntime.plan_verification
         forward = DustinCPUAttentionBackendImpl.forward
         kernel = cpu_attn.ops.cpu_attention_with_kv_cache
+        compact_draft = CpuRuntime.compact_draft
         begin = CpuRuntime.begin_scoring
         finish = CpuRuntime.finish_scoring
 
@@ -73,6 +77,12 @@ class Spy:
             name = spy._layer.layer_name
             if not name.startswith("draft_model"):
                 spy.look(kw, first_layer=".layers.0." in name)
+            elif spy._runtime.settings.draft_budget_units is not None:
+                spy.look_at_draft(kw, first_layer=".layers.0." in name)
+
+        def compact(runtime, metadata):
+            spy._draft_full = metadata
+            return compact_draft(runtime, metadata)
 
         def begin_scoring(runtime, metadata, num_rejected):
             begin(runtime, metadata, num_rejected)
@@ -90,6 +100,7 @@ class Spy:
         monkeypatch.setattr(CpuRuntime, "plan_verification", plan_verification)
         monkeypatch.setattr(DustinCPUAttentionBackendImpl, "forward", layer_forward)
         monkeypatch.setattr(cpu_attn.ops, "cpu_attention_with_kv_cache", attention)
+        monkeypatch.setattr(CpuRuntime, "compact_draft", compact)
         monkeypatch.setattr(CpuRuntime, "begin_scoring", begin_scoring)
         monkeypatch.setattr(CpuRuntime, "finish_scoring", finish_scoring)
 
@@ -116,6 +127,25 @@ class Spy:
             if first_layer and generated and row.context == row.request.num_tokens - 1:
                 self.kv_tokens_read += int(lens[i])
         self.steps += first_layer
+
+    def look_at_draft(self, kw: dict[str, Any], first_layer: bool) -> None:
+        """The draft reads its own selection where the verification was sparse, else everything."""
+        full_lens, runtime = self._draft_full.seq_lens, self._runtime
+        for i, row in enumerate(runtime.rows):
+            full_table, seq_len = self._draft_full.block_table_tensor[i], int(full_lens[i])
+            if row.dense is not None:
+                assert kw["seq_lens"][i] == seq_len
+                continue
+            chosen = runtime.scores.draft_selections[row.slot.index].tolist()
+            assert len(chosen) == runtime.settings.draft_budget_units
+            entries, length = reference.compact_row(
+                full_table.tolist(), chosen, row.context, seq_len, 32, 32
+            )
+            assert kw["seq_lens"][i] == length < seq_len
+            assert kw["block_table"][i, : len(entries)].tolist() == entries
+            if first_layer:
+                self.draft_rows += 1
+                self.draft_tokens_read += length
 
     def check_output(self, kw, i, row, full_table, starts, chosen) -> None:
         """The kernel's output equals masked attention over the whole, uncompacted sequence."""
@@ -213,6 +243,21 @@ def test_sparse_rows_read_the_selection_only(make_llm, target, draft, spy):
     assert 0 < stats["recovery_sum"] / stats["recovery_samples"] < 1
     _, accepted = acceptance(llm)
     assert accepted > 0
+
+
+@pytest.mark.parametrize("draft_budget", [SPARSE["budget"], 96])
+def test_sparse_drafting_reads_the_drafts_selection_only(
+    make_llm, target, draft, spy, draft_budget
+):
+    llm = make_llm(target, draft, {**SPARSE, "draft_budget": draft_budget})
+    outputs = generate(llm, PROMPTS)
+    assert [len(ids) for ids in outputs] == [32] * len(PROMPTS)
+    stats = runtime_of(llm).stats()
+    assert stats["sparse_rows"] == spy.sparse_rows > 20
+    assert spy.draft_rows == GAMMA * spy.sparse_rows  # every draft pass
+    assert stats["draft_kv_tokens_read"] == spy.draft_tokens_read
+    assert 0 < stats["draft_kv_tokens_read"] < stats["draft_kv_tokens_full"]
+    assert acceptance(llm)[1] > 0
 
 
 def test_a_draft_of_a_smaller_vocabulary(make_llm, target, draft, tmp_path):

@@ -9,7 +9,7 @@ from dustin_vllm.state import SequenceScores
 
 
 def scores(num_slots: int) -> SequenceScores:
-    return SequenceScores(num_slots, 3, torch.device("cpu"))
+    return SequenceScores(num_slots, 3, None, torch.device("cpu"))
 
 
 def test_a_selection_is_fresh_only_in_the_sequences_next_step():
