@@ -89,7 +89,8 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is not None and config.is_active(vllm_config):
             # While the model is built, so that vLLM counts our memory when it profiles.
-            self.token_pages = runtime_cuda.reserve(vllm_config).settings.unit == 1
+            device = torch.device("cuda", torch.cuda.current_device())
+            self.token_pages = runtime_cuda.reserve(vllm_config, device).settings.unit == 1
 
     def forward(
         self,

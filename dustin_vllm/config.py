@@ -199,6 +199,15 @@ class HeadSet:
 
 
 @dataclass(frozen=True)
+class LayerGroup:
+    """Layers that read one selection per sequence and step."""
+
+    name: str
+    budget_units: int
+    lookahead_units: int  # fill: chosen by lookahead before history
+
+
+@dataclass(frozen=True)
 class Settings:
     """Settings resolved against one vLLM configuration. Lengths are in units unless named."""
 
@@ -206,13 +215,17 @@ class Settings:
     gamma: int
     unit: int
     block_size: int
-    budget_units: int
-    lookahead_units: int
     dilation_tokens: int
-    draft_budget_units: int | None  # None: the draft reads everything
-    draft_lookahead_units: int
+    target: LayerGroup
+    draft: LayerGroup | None  # None: it reads everything; with an equal budget, the target's
     target_heads: HeadSet
     draft_heads: HeadSet
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """Every group that needs a selection of its own."""
+        both = (self.target,) if self.draft is None else (self.target, self.draft)
+        return tuple(dict.fromkeys(both))
 
 
 def default_layers(num_layers: int) -> list[int]:
@@ -358,33 +371,41 @@ def resolve(vllm_config: VllmConfig) -> Settings:
     speculative = vllm_config.speculative_config
     block_size = vllm_config.cache_config.block_size
     unit = _resolve_unit(config, block_size)
-    budget_units = _budget_units(config, "budget", config.budget, unit)
-    draft_budget_units = None
-    if config.draft_budget is not None:
-        draft_budget_units = _budget_units(config, "draft_budget", config.draft_budget, unit)
-        if draft_budget_units > budget_units:
-            raise ConfigError(
-                f"dustin.draft_budget={config.draft_budget} exceeds budget={config.budget}; "
-                "lower it, or leave it out to let the draft read everything"
-            )
-    lookahead = config.budget // 2 if config.lookahead is None else config.lookahead
-    lookahead_units = lookahead // unit
     gamma = speculative.num_speculative_tokens
     target, draft = vllm_config.model_config, speculative.draft_model_config
+    target_group = _target_group(config, unit)
     return Settings(
         config=config,
         gamma=gamma,
         unit=unit,
         block_size=block_size,
-        budget_units=budget_units,
-        lookahead_units=lookahead_units,
         dilation_tokens=gamma + 1 if config.dilate_history else 0,
-        draft_budget_units=draft_budget_units,
-        # The same share of a smaller budget.
-        draft_lookahead_units=lookahead_units * (draft_budget_units or 0) // budget_units,
+        target=target_group,
+        draft=_draft_group(config, unit, target_group),
         target_heads=_resolve_heads(config.target_heads, "target_heads", *_shape(target)),
         draft_heads=_resolve_heads(config.draft_heads, "draft_heads", *_shape(draft)),
     )
+
+
+def _target_group(config: DustinConfig, unit: int) -> LayerGroup:
+    lookahead = config.budget // 2 if config.lookahead is None else config.lookahead
+    units = _budget_units(config, "budget", config.budget, unit)
+    return LayerGroup("target", units, lookahead // unit)
+
+
+def _draft_group(config: DustinConfig, unit: int, target: LayerGroup) -> LayerGroup | None:
+    if config.draft_budget is None:
+        return None
+    units = _budget_units(config, "draft_budget", config.draft_budget, unit)
+    if units > target.budget_units:
+        raise ConfigError(
+            f"dustin.draft_budget={config.draft_budget} exceeds budget={config.budget}; "
+            "lower it, or leave it out to let the draft read everything"
+        )
+    if units == target.budget_units:
+        return target
+    # Lookahead keeps its share of the smaller budget.
+    return LayerGroup("draft", units, target.lookahead_units * units // target.budget_units)
 
 
 def _budget_units(config: DustinConfig, name: str, tokens: int, unit: int) -> int:
@@ -453,9 +474,9 @@ def describe(model: str, draft: str | None, additional_config: dict[str, Any]) -
         "active": True,
         "gamma": settings.gamma,
         "unit_tokens": settings.unit,
-        "budget_units": settings.budget_units,
-        "lookahead_units": settings.lookahead_units,
-        "draft_budget_units": settings.draft_budget_units,
+        "budget_units": settings.target.budget_units,
+        "lookahead_units": settings.target.lookahead_units,
+        "draft_budget_units": None if settings.draft is None else settings.draft.budget_units,
         "dilation_tokens": settings.dilation_tokens,
         "target_scoring_heads": {str(i): heads for i, heads in settings.target_heads.layers},
         "draft_scoring_heads": {str(i): heads for i, heads in settings.draft_heads.layers},

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dustin_vllm import config
-from dustin_vllm.config import Settings
+from dustin_vllm.config import LayerGroup, Settings
 from dustin_vllm.proposer import DustinProposer
 from dustin_vllm.state import Counters, DenseReason, SequenceScores, Slot
 
@@ -51,10 +51,7 @@ class DustinRuntime(ABC):
         self.counters = Counters()
         # Twice the batch: preempted sequences keep their slots.
         self.scores = SequenceScores(
-            2 * runner.scheduler_config.max_num_seqs,
-            settings.budget_units,
-            settings.draft_budget_units,
-            device,
+            2 * runner.scheduler_config.max_num_seqs, settings.groups, device
         )
         self.rows: list[Row] = []
         self._step = 0
@@ -137,7 +134,9 @@ class DustinRuntime(ABC):
             counters.verification_rows += 1
             counters.sparse_rows += dense is None
             counters.kv_tokens_full += seq_len
-            counters.kv_tokens_read += seq_len if dense else self._sparse_length(context, seq_len)
+            counters.kv_tokens_read += (
+                seq_len if dense else self._sparse_length(self.settings.target, context, seq_len)
+            )
         needs_selection = seq_len >= request.num_tokens and not self._is_short(seq_len)
         return Row(slot, request, context, seq_len, dense, needs_selection)
 
@@ -161,23 +160,23 @@ class DustinRuntime(ABC):
 
     def _is_short(self, context: int) -> bool:
         settings = self.settings
-        too_few = context // settings.unit <= settings.budget_units
+        too_few = context // settings.unit <= settings.target.budget_units
         return too_few or context < settings.config.dense_below
 
-    def _sparse_length(self, context: int, seq_len: int, budget_units: int | None = None) -> int:
-        """Tokens a sparse row reads: the selection and the tail."""
+    def _sparse_length(self, group: LayerGroup, context: int, seq_len: int) -> int:
+        """Tokens a sparse row reads in layers of a group: the selection and the tail."""
         unit = self.settings.unit
-        units = self.settings.budget_units if budget_units is None else budget_units
-        return units * unit + seq_len - context // unit * unit
+        return group.budget_units * unit + seq_len - context // unit * unit
 
     def count_draft_pass(self, seq_lens: list[int]) -> None:
         """Count one sparse draft pass; seq_lens of all rows."""
-        units = self.settings.draft_budget_units
+        group = self.settings.draft
+        assert group is not None
         for row, seq_len in zip(self.rows, seq_lens, strict=False):
             if row.dense is None:
                 self.counters.draft_kv_tokens_full += seq_len
                 self.counters.draft_kv_tokens_read += self._sparse_length(
-                    row.context, seq_len, units
+                    group, row.context, seq_len
                 )
 
     def publish(self, rows: list[Row]) -> None:
@@ -237,7 +236,7 @@ def attach(runner: Any) -> None:
         "Dustin: budget %d tokens in %d units of %d, scoring heads %d of the target and %d of the "
         "draft%s",
         settings.config.budget,
-        settings.budget_units,
+        settings.target.budget_units,
         settings.unit,
         settings.target_heads.num_heads,
         settings.draft_heads.num_heads,

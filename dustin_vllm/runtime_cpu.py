@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dustin_vllm import compat, config, cpu_ops, selection
-from dustin_vllm.config import HeadSet, Settings
+from dustin_vllm.config import HeadSet, LayerGroup, Settings
 from dustin_vllm.runtime import DustinRuntime
 
 logger = logging.getLogger("vllm.dustin_vllm")
@@ -145,10 +145,11 @@ class CpuRuntime(DustinRuntime):
         if not sparse:
             return metadata
         self._verified_steps += 1
-        return self._compact(metadata, sparse, self.scores.selections)
+        return self._compact(metadata, sparse, self.settings.target)
 
-    def _compact(self, metadata: Any, sparse: list[int], selections: torch.Tensor) -> Any:
-        """A copy of the metadata in which the rows ``sparse`` read their selections."""
+    def _compact(self, metadata: Any, sparse: list[int], group: LayerGroup) -> Any:
+        """A copy of the metadata in which the rows ``sparse`` read the group's selections."""
+        selections = self.scores.selections[group.name]
         table, lens = selection.compact(
             metadata.block_table_tensor,
             metadata.seq_lens,
@@ -208,10 +209,11 @@ class CpuRuntime(DustinRuntime):
 
     def compact_draft(self, metadata: Any) -> Any:
         sparse = [i for i, row in enumerate(self.rows) if row.dense is None]
-        if self.settings.draft_budget_units is None or not sparse:
+        group = self.settings.draft
+        if group is None or not sparse:
             return metadata
         self.count_draft_pass(metadata.seq_lens.tolist())
-        return self._compact(metadata, sparse, self.scores.draft_selections)
+        return self._compact(metadata, sparse, group)
 
     def finish_scoring(self) -> None:
         self.draft.arm(None)
@@ -230,17 +232,9 @@ class CpuRuntime(DustinRuntime):
         )
         rows = [self.rows[i] for i in self._to_score]
         slots = [row.slot.index for row in rows]
-        self.scores.selections[slots] = selection.merge_and_select(
-            *scores, contexts, settings, settings.budget_units, settings.lookahead_units
-        )
-        if self.scores.draft_selections is not self.scores.selections:
-            assert settings.draft_budget_units is not None
-            self.scores.draft_selections[slots] = selection.merge_and_select(
-                *scores,
-                contexts,
-                settings,
-                settings.draft_budget_units,
-                settings.draft_lookahead_units,
+        for group in settings.groups:
+            self.scores.selections[group.name][slots] = selection.merge_and_select(
+                *scores, contexts, settings, group
             )
         self.publish(rows)
         self._history = None
@@ -267,7 +261,7 @@ class CpuRuntime(DustinRuntime):
             unit = self.settings.unit
             tail = row.context // unit
             units = mass[: tail * unit].view(tail, unit).sum(1)
-            chosen = self.scores.selections[row.slot.index].long()
+            chosen = self.scores.selections[self.settings.target.name][row.slot.index].long()
             covered = units[chosen].sum() + mass[tail * unit :].sum()
             self.counters.recovery_sum += float(covered / mass.sum())
             self.counters.recovery_samples += 1

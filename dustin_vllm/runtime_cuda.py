@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dustin_vllm import config
-from dustin_vllm.config import HeadSet, Settings
+from dustin_vllm.config import HeadSet, LayerGroup, Settings
 from dustin_vllm.runtime import DustinRuntime
 from dustin_vllm.triton_kernels import (
     compact,
@@ -97,6 +97,16 @@ class QueryBuffer:
 
 
 @dataclass
+class GroupBuffers:
+    """What layers of one group read. The draft may share the target's: it runs after it."""
+
+    table: torch.Tensor  # [R, W] int32 compacted block tables
+    lens: torch.Tensor  # [R] int32 compacted lengths
+    selected: torch.Tensor  # [R, K] int32, this step's, by batch row
+    select: Any  # triton_kernels.SelectionWorkspace
+
+
+@dataclass
 class Buffers:
     """Everything Dustin keeps on the device, sized once for the largest batch and context."""
 
@@ -105,36 +115,27 @@ class Buffers:
     row_info: torch.Tensor  # [3, R] int32: sparse flag, slot, needs a selection
     row_info_host: torch.Tensor  # the same, pinned
     contexts: torch.Tensor  # [R] int32
-    table: torch.Tensor  # [R, W] int32 compacted block tables
-    lens: torch.Tensor  # [R] int32 compacted lengths
-    selected: torch.Tensor  # [R, K] int32, this step's, by batch row
-    draft_table: torch.Tensor  # [R, W], or [R, 0] without a draft budget
-    draft_lens: torch.Tensor  # [R]
-    draft_selected: torch.Tensor  # [R, draft K]
     verified: torch.Tensor  # [R] int32, contexts of this step's verification
     history: torch.Tensor  # [R, C] fp32
     lookahead: torch.Tensor  # [R, C] fp32
     target_queries: QueryBuffer  # R * (gamma + 1) places
     draft_queries: QueryBuffer  # gamma * R places, pass by pass
-    select: Any  # triton_kernels.SelectionWorkspace
-    draft_select: Any  # the same for a smaller draft budget, or None
+    groups: dict[str, GroupBuffers]
     recovery: torch.Tensor  # [2] fp32: sum, samples
 
     def num_bytes(self) -> int:
         """Device memory of all buffers."""
-        tensors = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
+        holders = [self, *self.groups.values(), *(g.select for g in self.groups.values())]
+        tensors = [v for h in holders for v in vars(h).values() if isinstance(v, torch.Tensor)]
         for query_buffer in (self.target_queries, self.draft_queries):
             tensors += [query_buffer.queries, query_buffer.rows]
-        for scratch in (self.select, self.draft_select):
-            if scratch is not None:
-                tensors += [v for v in vars(scratch).values() if isinstance(v, torch.Tensor)]
         return sum(t.nbytes for t in tensors if t.device.type != "cpu")
 
 
 _reserved: dict[int, tuple[Any, Buffers]] = {}
 
 
-def reserve(vllm_config: Any) -> Buffers:
+def reserve(vllm_config: Any, device: torch.device) -> Buffers:
     """The buffers of one engine, allocated at the first call."""
     speculative = vllm_config.speculative_config
     key = id(speculative)  # shared by the target's configuration and the draft's copy of it
@@ -143,11 +144,10 @@ def reserve(vllm_config: Any) -> Buffers:
     if vllm_config.model_config is speculative.draft_model_config:
         raise RuntimeError("dustin_vllm: the draft was built before the target")
     settings = config.resolve(vllm_config)
-    device = torch.device("cuda", torch.cuda.current_device())
     rows = vllm_config.scheduler_config.max_num_seqs
     context = vllm_config.model_config.max_model_len
     width = -(-context // settings.unit)
-    gamma, budget = settings.gamma, settings.budget_units
+    gamma = settings.gamma
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -155,38 +155,35 @@ def reserve(vllm_config: Any) -> Buffers:
     def queries(heads: HeadSet, places: int, model: Any) -> QueryBuffer:
         return QueryBuffer(heads, places, model.get_head_size(), model.dtype, device)
 
-    draft_budget = settings.draft_budget_units
-    own_draft_selection = draft_budget not in (None, budget)
     buffers = Buffers(
         settings=settings,
         max_rows=rows,
         row_info=zeros(3, rows),
-        row_info_host=torch.zeros(3, rows, dtype=torch.int32, device="cpu", pin_memory=True),
+        row_info_host=torch.zeros(
+            3, rows, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        ),
         contexts=zeros(rows),
-        table=zeros(rows, width),
-        lens=zeros(rows),
-        selected=zeros(rows, budget),
-        draft_table=zeros(rows, width if draft_budget else 0),
-        draft_lens=zeros(rows),
-        draft_selected=zeros(rows, draft_budget or 0),
         verified=zeros(rows),
         history=zeros(rows, context, dtype=torch.float32),
         lookahead=zeros(rows, context, dtype=torch.float32),
         target_queries=queries(settings.target_heads, rows * (gamma + 1), vllm_config.model_config),
         draft_queries=queries(settings.draft_heads, rows * gamma, speculative.draft_model_config),
-        select=select_workspace(
-            rows, context, settings.unit, budget, settings.lookahead_units, device
-        ),
-        draft_select=select_workspace(
-            rows,
-            context,
-            settings.unit,
-            draft_budget or 0,
-            settings.draft_lookahead_units,
-            device,
-        )
-        if own_draft_selection
-        else None,
+        groups={
+            group.name: GroupBuffers(
+                table=zeros(rows, width),
+                lens=zeros(rows),
+                selected=zeros(rows, group.budget_units),
+                select=select_workspace(
+                    rows,
+                    context,
+                    settings.unit,
+                    group.budget_units,
+                    group.lookahead_units,
+                    device,
+                ),
+            )
+            for group in settings.groups
+        },
         recovery=zeros(2, dtype=torch.float32),
     )
     # The previous engine of this process, if any, is gone or has its own reference.
@@ -207,14 +204,11 @@ class CudaRuntime(DustinRuntime):
         draft_layers: dict[int, Any],
     ) -> None:
         super().__init__(runner, settings, runner.device)
-        self.buffers = reserve(runner.vllm_config)
+        self.buffers = reserve(runner.vllm_config, runner.device)
         self.target_layers = target_layers
         self.draft_layers = draft_layers
         self.page_size = settings.unit
         self._kv_heads = target_layers[0].impl.num_kv_heads
-        self._multiprocessors = torch.cuda.get_device_properties(
-            runner.device
-        ).multi_processor_count
         self.buffers.target_queries.attach(target_layers)
         self.buffers.draft_queries.attach(draft_layers)
         self._places = torch.arange(self.buffers.max_rows, device=runner.device)
@@ -239,7 +233,8 @@ class CudaRuntime(DustinRuntime):
         One split needs no combine kernel; with a compacted row of a few tiles, rows times KV
         heads fill the device alone.
         """
-        full = num_reqs * self._kv_heads >= 0.8 * self._multiprocessors
+        device = torch.cuda.get_device_properties(self.runner.device)
+        full = num_reqs * self._kv_heads >= 0.8 * device.multi_processor_count
         return 1 if full else GRAPH_SPLITS
 
     # ---- verification -------------------------------------------------------------------
@@ -266,59 +261,51 @@ class CudaRuntime(DustinRuntime):
             queries.rows[: queries.count].copy_(kept.view(-1))
         if rows and not sparse and metadata.max_query_len > width:
             return metadata  # never in a full graph: the stock path is the same and cheaper
-        flags, slots = buffers.row_info[0, :num_reqs], buffers.row_info[1, :num_reqs]
+        slots = buffers.row_info[1, :num_reqs]
         starts = metadata.query_start_loc[: num_reqs + 1]
         seq_lens = metadata.seq_lens[:num_reqs]
         contexts = buffers.contexts[:num_reqs]
         torch.sub(seq_lens, starts[1:] - starts[:-1], out=contexts)
-        selected = buffers.selected[:num_reqs]
-        torch.index_select(self.scores.selections, 0, slots, out=selected)
-        self._verified_steps += sparse
-        if sparse and settings.draft_budget_units is not None:
-            buffers.verified[:num_reqs].copy_(contexts)
+        for group in settings.groups if sparse else (settings.target,):
             torch.index_select(
-                self.scores.draft_selections,
+                self.scores.selections[group.name],
                 0,
                 slots,
-                out=buffers.draft_selected[:num_reqs],
+                out=buffers.groups[group.name].selected[:num_reqs],
             )
-        return self._compact(
-            metadata, num_reqs, buffers.table, buffers.lens, selected, contexts, flags
-        )
+        self._verified_steps += sparse
+        if settings.draft is not None:
+            buffers.verified[:num_reqs].copy_(contexts)
+        return self._compact(metadata, num_reqs, settings.target, contexts)
 
     def _compact(
-        self,
-        metadata: Any,
-        num_reqs: int,
-        table: torch.Tensor,
-        lens: torch.Tensor,
-        selected: torch.Tensor,
-        contexts: torch.Tensor,
-        flags: torch.Tensor,
+        self, metadata: Any, num_reqs: int, group: LayerGroup, contexts: torch.Tensor
     ) -> Any:
-        """A copy of the metadata in which flagged rows read their selection and tail.
+        """A copy of the metadata in which sparse rows read the group's selection and their tail.
 
         Its tables address pages of ``page_size`` tokens, dense rows' too.
         """
         settings, rows = self.settings, self.rows
+        buffers = self.buffers.groups[group.name]
+        table, lens = buffers.table[:num_reqs], buffers.lens[:num_reqs]
         compact(
-            table[:num_reqs],
-            lens[:num_reqs],
+            table,
+            lens,
             metadata.block_table_tensor[:num_reqs],
-            selected,
+            buffers.selected[:num_reqs],
             contexts,
             metadata.seq_lens[:num_reqs],
-            flags,
+            self.buffers.row_info[0, :num_reqs],
             settings.unit,
             settings.block_size,
             self._block_pages if settings.unit == 1 else None,
         )
         all_sparse = rows and all(row.dense is None for row in rows)
         # Selection, unfilled unit, and at most 2 * gamma + 2 new tokens of verification and draft.
-        longest = (selected.shape[1] + 1) * settings.unit + 2 * settings.gamma + 2
+        longest = (group.budget_units + 1) * settings.unit + 2 * settings.gamma + 2
         compacted = metadata.replace(
-            block_table_tensor=table[:num_reqs],
-            seq_lens=lens[:num_reqs],
+            block_table_tensor=table,
+            seq_lens=lens,
             max_seq_len=longest if all_sparse else metadata.max_seq_len,
         )
         compacted.dustin_compacted = True
@@ -416,19 +403,12 @@ class CudaRuntime(DustinRuntime):
         self._passes += 1
 
     def compact_draft(self, metadata: Any) -> Any:
-        buffers, num_reqs = self.buffers, len(self.rows)
-        if self.settings.draft_budget_units is None or not self._sparse:
+        group, num_reqs = self.settings.draft, len(self.rows)
+        if group is None or not self._sparse:
             return metadata
+        # An upper bound: how many drafts were rejected is not known on the host.
         self.count_draft_pass([row.seq_len + self._passes for row in self.rows])
-        return self._compact(
-            metadata,
-            num_reqs,
-            buffers.draft_table,
-            buffers.draft_lens,
-            buffers.draft_selected[:num_reqs],
-            buffers.verified[:num_reqs],
-            buffers.row_info[0, :num_reqs],
-        )
+        return self._compact(metadata, num_reqs, group, self.buffers.verified[:num_reqs])
 
     def finish_scoring(self) -> None:
         buffers, settings = self.buffers, self.settings
@@ -450,33 +430,23 @@ class CudaRuntime(DustinRuntime):
         )
         # Rows without a selection write too, but their slots are not marked as published.
         slots = buffers.row_info[1, :num_reqs].long()
-        targets = [
-            (self.scores.selections, buffers.selected, buffers.select, settings.lookahead_units)
-        ]
-        if buffers.draft_select is not None:
-            targets.append(
-                (
-                    self.scores.draft_selections,
-                    buffers.draft_selected,
-                    buffers.draft_select,
-                    settings.draft_lookahead_units,
-                )
-            )
-        for selections, selected, scratch, lookahead_units in targets:
+        for group in settings.groups:
+            own = buffers.groups[group.name]
+            selected = own.selected[:num_reqs]
             merge_and_select(
-                selected[:num_reqs],
+                selected,
                 lookahead,
                 buffers.history[:num_reqs],
                 contexts,
-                scratch,
+                own.select,
                 settings.config.sinks,
                 settings.config.recent,
                 settings.dilation_tokens,
                 settings.config.merge,
-                lookahead_units,
+                group.lookahead_units,
                 settings.config.lookahead_weight,
             )
-            selections.index_copy_(0, slots, selected[:num_reqs])
+            self.scores.selections[group.name].index_copy_(0, slots, selected)
         self.publish([row for row in self.rows if row.needs_selection])
         self._scoring = False
 
@@ -503,7 +473,7 @@ class CudaRuntime(DustinRuntime):
             )
             self._plans["recovery"] = (plan, scratch)
         plan, scratch = self._plans["recovery"]
-        sampled = torch.tensor(sparse, device=self.scores.selections.device)
+        sampled = torch.tensor(sparse, device=self.buffers.contexts.device)
         seq_lens = metadata.seq_lens[:num_reqs] * sampled
         kept = buffers.target_queries.queries.unflatten(0, (-1, settings.gamma + 1))[:num_reqs]
         mass = buffers.lookahead[:num_reqs]
@@ -514,7 +484,9 @@ class CudaRuntime(DustinRuntime):
         tail = context // unit * unit
         whole = mass.shape[1] // unit * unit
         units = mass[:, :whole].view(num_reqs, -1, unit).sum(2)
-        chosen = self.scores.selections[buffers.row_info[1, :num_reqs].long()].long()
+        chosen = self.scores.selections[settings.target.name][
+            buffers.row_info[1, :num_reqs].long()
+        ].long()
         places = torch.arange(mass.shape[1], device=mass.device)[None]
         covered = units.gather(1, chosen).sum(1) + (mass * (places >= tail)).sum(1)
         total = mass.sum(1).clamp(min=1e-9)

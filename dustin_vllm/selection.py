@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from dustin_vllm.config import Settings
+from dustin_vllm.config import LayerGroup, Settings
 
 _NEVER = float("-inf")
 
@@ -27,18 +27,17 @@ def merge_and_select(
     history: torch.Tensor,
     contexts: torch.Tensor,
     settings: Settings,
-    budget_units: int,
-    lookahead_units: int,
+    group: LayerGroup,
 ) -> torch.Tensor:
     """One selection per row, see ``reference.select_units``.
 
     Args:
         lookahead, history: [R, U] fp32 unit scores; units from contexts[r] // unit on are ignored.
-        contexts: [R] int, confirmed tokens; every row needs contexts[r] // unit > budget_units.
-        budget_units, lookahead_units: of the target or of the draft.
+        contexts: [R] int, confirmed tokens; every row needs contexts[r] // unit > K.
+        group: whose selection it is; K = group.budget_units.
 
     Returns:
-        [R, budget_units] int32, ascending.
+        [R, K] int32, ascending.
     """
     config, unit = settings.config, settings.unit
     units = torch.arange(lookahead.shape[1], device=lookahead.device)[None, :]
@@ -46,9 +45,9 @@ def merge_and_select(
     first_recent = ((contexts - config.recent).clamp(min=0) // unit)[:, None]
     exists = units < num_units
     chosen = exists & ((units < -(-config.sinks // unit)) | (units >= first_recent))
-    free = budget_units - chosen.sum(1)
+    free = group.budget_units - chosen.sum(1)
     if config.merge == "fill":
-        first = free.clamp(max=lookahead_units)
+        first = free.clamp(max=group.lookahead_units)
         candidates = exists & ~chosen
         chosen = chosen | _top(lookahead.masked_fill(~candidates, _NEVER), first)
         candidates = exists & ~chosen
@@ -57,7 +56,7 @@ def merge_and_select(
         weight = torch.tensor(config.lookahead_weight, dtype=torch.float32)
         mixed = weight * lookahead + (1 - weight) * history
         chosen = chosen | _top(mixed.masked_fill(~(exists & ~chosen), _NEVER), free)
-    return chosen.nonzero()[:, 1].view(-1, budget_units).to(torch.int32)
+    return chosen.nonzero()[:, 1].view(-1, group.budget_units).to(torch.int32)
 
 
 def compact(

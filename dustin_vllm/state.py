@@ -8,12 +8,14 @@ shared by prefix caching and reused after they are freed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
+
+from dustin_vllm.config import LayerGroup
 
 
 class DenseReason(str, Enum):
@@ -51,38 +53,23 @@ class SequenceScores:
     Args:
         num_slots: sequences that can hold state at once, preempted ones included. When more
             are alive, the one unseen for longest loses its slot (and is dense for one step).
-        budget_units: units of a selection.
-        draft_budget_units: units of the draft's selection; None when the draft reads everything.
+        groups: layer groups; each has a selection of its own.
     """
 
-    def __init__(
-        self,
-        num_slots: int,
-        budget_units: int,
-        draft_budget_units: int | None,
-        device: torch.device,
-    ) -> None:
-        # One row more than slots: padded batch rows read and write that one.
-        def empty(units: int) -> torch.Tensor:
-            return torch.zeros(num_slots + 1, units, dtype=torch.int32, device=device)
-
-        self.selections = empty(budget_units)
-        # The same one where the budgets are equal.
-        self.draft_selections = (
-            self.selections
-            if draft_budget_units in (None, budget_units)
-            else empty(draft_budget_units or 0)
-        )
+    def __init__(self, num_slots: int, groups: Sequence[LayerGroup], device: torch.device) -> None:
+        # By group name, [slots + 1, K]: padded batch rows read and write the last row.
+        self.selections = {
+            group.name: torch.zeros(
+                num_slots + 1, group.budget_units, dtype=torch.int32, device=device
+            )
+            for group in groups
+        }
+        self.padding_index = num_slots  # slot index of batch rows that are no sequence
         self._free = list(range(num_slots))
         self._slots: dict[str, Slot] = {}
 
     def __len__(self) -> int:
         return len(self._slots)
-
-    @property
-    def padding_index(self) -> int:
-        """Slot index of rows that are no sequence."""
-        return self.selections.shape[0] - 1
 
     def slot(self, request_id: str) -> Slot:
         """The slot of a request; a new one, without a selection, if it has none."""

@@ -197,11 +197,11 @@ def reference_selection(lookahead: Any, history: Any, context: int, settings: An
         history.tolist(),
         context,
         settings.unit,
-        settings.budget_units,
+        settings.target.budget_units,
         settings.config.sinks,
         settings.config.recent,
         settings.config.merge,
-        settings.lookahead_units,
+        settings.target.lookahead_units,
         settings.config.lookahead_weight,
     )
 

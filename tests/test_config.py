@@ -146,7 +146,11 @@ def test_a_draft_vocabulary_must_be_a_prefix_of_the_targets(
 def test_resolved_settings(target, draft):
     vllm_config = build(target, draft, {"budget": 200, "lookahead": 70, "recent": 40})
     settings = config.resolve(vllm_config)
-    assert (settings.unit, settings.budget_units, settings.lookahead_units) == (32, 6, 2)
+    assert (settings.unit, settings.target.budget_units, settings.target.lookahead_units) == (
+        32,
+        6,
+        2,
+    )
     assert settings.dilation_tokens == settings.gamma + 1 == 5
     assert settings.target_heads.layers == ((2, (0, 1, 2, 3)),)
     assert settings.draft_heads.layers == ((1, (0, 1, 2, 3)),)

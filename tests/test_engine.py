@@ -77,7 +77,7 @@ class Spy:
             name = spy._layer.layer_name
             if not name.startswith("draft_model"):
                 spy.look(kw, first_layer=".layers.0." in name)
-            elif spy._runtime.settings.draft_budget_units is not None:
+            elif spy._runtime.settings.draft is not None:
                 spy.look_at_draft(kw, first_layer=".layers.0." in name)
 
         def compact(runtime, metadata):
@@ -94,7 +94,7 @@ class Spy:
             finish(runtime)
             for slot, units in expected:
                 assert slot.published == slot.seen
-                assert runtime.scores.selections[slot.index].tolist() == units
+                assert runtime.scores.selections["target"][slot.index].tolist() == units
                 spy.selections += 1
 
         monkeypatch.setattr(CpuRuntime, "plan_verification", plan_verification)
@@ -114,7 +114,7 @@ class Spy:
                 used = -(-row.seq_len // 32)
                 assert torch.equal(table[i, :used], full_table[:used])
             else:
-                chosen = self._runtime.scores.selections[row.slot.index].tolist()
+                chosen = self._runtime.scores.selections["target"][row.slot.index].tolist()
                 entries, length = reference.compact_row(
                     full_table.tolist(), chosen, row.context, row.seq_len, 32, 32
                 )
@@ -136,8 +136,9 @@ class Spy:
             if row.dense is not None:
                 assert kw["seq_lens"][i] == seq_len
                 continue
-            chosen = runtime.scores.draft_selections[row.slot.index].tolist()
-            assert len(chosen) == runtime.settings.draft_budget_units
+            group = runtime.settings.draft
+            chosen = runtime.scores.selections[group.name][row.slot.index].tolist()
+            assert len(chosen) == group.budget_units
             entries, length = reference.compact_row(
                 full_table.tolist(), chosen, row.context, seq_len, 32, 32
             )

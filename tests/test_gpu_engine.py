@@ -137,8 +137,10 @@ class Spy:
         for i, row in enumerate(self.runtime.rows):
             if row.dense is not None:
                 continue
-            chosen = self.runtime.scores.selections[row.slot.index].tolist()
-            expected_length = self.runtime._sparse_length(row.context, row.seq_len)
+            chosen = self.runtime.scores.selections["target"][row.slot.index].tolist()
+            expected_length = self.runtime._sparse_length(
+                self.runtime.settings.target, row.context, row.seq_len
+            )
             assert int(metadata.seq_lens[i]) == expected_length < row.seq_len
             keys, values = gathered(kv_cache, self.full.block_table_tensor[i], row.seq_len)
             span = slice(int(starts[i]), int(starts[i + 1]))
@@ -155,7 +157,7 @@ class Spy:
             if not row.needs_selection:
                 continue
             context = int(buffers.contexts[i])
-            if context // s.unit <= s.budget_units:
+            if context // s.unit <= s.target.budget_units:
                 continue
             history = buffers.history[i].cpu()
             lookahead = buffers.lookahead[i].cpu()
@@ -179,7 +181,7 @@ class Spy:
                 reference.unit_scores(history, context, s.unit, s.dilation_tokens),
             ]
             wanted = reference_selection(*units, context, s)
-            got = runtime.scores.selections[row.slot.index].tolist()
+            got = runtime.scores.selections["target"][row.slot.index].tolist()
             # Block sums in another order may swap equals at the border.
             assert len(set(got) ^ set(wanted)) <= 2
             assert got == sorted(set(got))

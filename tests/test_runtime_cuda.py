@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of the CUDA runtime that need no GPU: cache views and query buffers."""
+"""The CUDA runtime against the reference; without a GPU under Triton's interpreter."""
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dustin_vllm.config import HeadSet
-from dustin_vllm.runtime_cuda import QueryBuffer, block_pages, token_pages
+from dustin_vllm import reference, runtime_cuda
+from dustin_vllm.config import DustinConfig, HeadSet, LayerGroup, Settings
+from dustin_vllm.runtime_cuda import CudaRuntime, QueryBuffer, block_pages, token_pages
+from dustin_vllm.state import DenseReason
 from dustin_vllm.triton_kernels import compact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # CPU: under Triton's interpreter
@@ -60,3 +64,226 @@ def test_query_buffer_keeps_the_rows_and_heads_that_are_asked_for():
     assert torch.equal(buffer.queries[2:5, :2], query[[5, 2, 0]][:, [0, 3]])
     assert torch.equal(buffer.queries[2:5, 2:], 2 * query[[5, 2, 0]])
     assert not buffer.queries[[0, 1, 5]].any()
+
+
+GAMMA, HEAD_DIM, BLOCK = 2, 16, 16
+
+
+@dataclass
+class Metadata:
+    """The part of CommonAttentionMetadata that the runtime reads."""
+
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu_upper_bound: torch.Tensor
+    block_table_tensor: torch.Tensor
+
+    def replace(self, **changes):
+        return dataclasses.replace(self, **changes)
+
+
+def int32(values, device=DEVICE) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+class FakeEngine:
+    """Runs CudaRuntime's steps with random queries, keys and acceptance."""
+
+    def __init__(self, monkeypatch, unit: int, draft_units: int | None) -> None:
+        budget = 96 // unit
+        target = LayerGroup("target", budget, budget // 2)
+        draft = None
+        if draft_units is not None:
+            draft = LayerGroup("draft", draft_units, draft_units // 3)
+        self.settings = Settings(
+            config=DustinConfig(budget=96, sinks=4, recent=16, dense_below=0),
+            gamma=GAMMA,
+            unit=unit,
+            block_size=BLOCK,
+            dilation_tokens=GAMMA + 1,
+            target=target,
+            draft=draft,
+            target_heads=HeadSet(((0, (1,)), (1, (0, 1, 2, 3)))),
+            draft_heads=HeadSet(((0, (0, 3)),)),
+        )
+        monkeypatch.setattr(runtime_cuda.config, "resolve", lambda _: self.settings)
+        self.layers = {model: {i: self.layer() for i in range(2)} for model in ("target", "draft")}
+        model = SimpleNamespace(
+            get_head_size=lambda: HEAD_DIM, dtype=torch.float32, max_model_len=512
+        )
+        draft_model = SimpleNamespace(get_head_size=lambda: HEAD_DIM, dtype=torch.float32)
+        scheduler = SimpleNamespace(max_num_seqs=3)
+        self.runner = SimpleNamespace(
+            device=torch.device(DEVICE),
+            scheduler_config=scheduler,
+            requests={},
+            input_batch=SimpleNamespace(req_ids=[]),
+            vllm_config=SimpleNamespace(
+                speculative_config=SimpleNamespace(draft_model_config=draft_model),
+                model_config=model,
+                scheduler_config=scheduler,
+            ),
+        )
+        self.runtime = CudaRuntime(
+            self.runner, self.settings, None, self.layers["target"], self.layers["draft"]
+        )
+        self.table = torch.randperm(96, device=DEVICE).view(3, 32).int()
+
+    def layer(self):
+        cache = torch.randn(96, BLOCK, 2, 2 * HEAD_DIM, device=DEVICE).transpose(1, 2)
+        impl = SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=HEAD_DIM, scale=0.25)
+        return SimpleNamespace(impl=impl, kv_cache=cache)
+
+    def metadata(self, contexts: list[int], new: list[int]) -> Metadata:
+        starts = [sum(new[:i]) for i in range(len(new) + 1)]
+        lens = [c + n for c, n in zip(contexts, new, strict=True)]
+        return Metadata(
+            len(new),
+            starts[-1],
+            max(new),
+            max(lens),
+            int32(starts),
+            int32(starts, "cpu"),
+            int32(lens),
+            int32(lens, "cpu"),
+            self.table[: len(new)],
+        )
+
+    def keys(self, model: str, layer: int, row: int, length: int) -> torch.Tensor:
+        cache = self.layers[model][layer].kv_cache[self.table[row].long()]
+        return cache.transpose(1, 2).flatten(0, 1)[:length, :, :HEAD_DIM].cpu()
+
+    def scores(self, model: str, queries: list, heads: HeadSet, row: int, length: int):
+        """Reference token scores; queries per layer [Q, 4 heads, D]."""
+        total = torch.zeros(length, device="cpu")
+        for rows, (layer, chosen) in zip(queries, heads.layers, strict=True):
+            keys = self.keys(model, layer, row, length)[:, [h // 2 for h in chosen]]
+            own = reference.token_scores(rows[:, list(chosen)].cpu(), keys, 0.25)
+            total += own * len(chosen) / heads.num_heads
+        return total
+
+    def step(self, contexts: list[int], new: list[int], rejected: list[int]) -> list:
+        """One step; checks the selections it publishes, and returns both compacted metadata."""
+        runtime, settings = self.runtime, self.settings
+        metadata = self.metadata(contexts, new)
+        planned = runtime.plan_verification(metadata)
+        tokens = metadata.num_actual_tokens
+        heads = {"target": settings.target_heads, "draft": settings.draft_heads}
+        target = [torch.randn(tokens, 4, HEAD_DIM, device=DEVICE) for _ in range(2)]
+        for query, (layer, _) in zip(target, heads["target"].layers, strict=True):
+            runtime.buffers.target_queries.take(self.layers["target"][layer].impl, query)
+        runtime.begin_scoring(metadata, int32(rejected))
+        passes, drafted = [], []
+        for index in range(GAMMA):
+            rows = int32([4, 0, 2][: len(new)]) if index == 0 else None
+            runtime.begin_draft_pass(rows)
+            drafted.append(runtime.compact_draft(metadata))
+            query = torch.randn(6, 4, HEAD_DIM, device=DEVICE)
+            runtime.buffers.draft_queries.take(self.layers["draft"][0].impl, query)
+            passes.append(query[rows.long()] if rows is not None else query[: len(new)])
+        needs = [row.needs_selection for row in runtime.rows]
+        runtime.finish_scoring()
+        starts = metadata.query_start_loc_cpu.tolist()
+        for i, row in enumerate(runtime.rows):
+            context = contexts[i] + new[i] - rejected[i]
+            if not needs[i] or context // settings.unit <= settings.target.budget_units:
+                continue
+            last = starts[i + 1] - 1 - rejected[i]
+            history = self.scores(
+                "target", [q[last : last + 1] for q in target], heads["target"], i, context
+            )
+            lookahead = self.scores(
+                "draft", [torch.stack([p[i] for p in passes])], heads["draft"], i, context + GAMMA
+            )
+            history_units = reference.unit_scores(history, context, settings.unit, GAMMA + 1)
+            lookahead_units = reference.unit_scores(lookahead, context, settings.unit)
+            for group in settings.groups:
+                wanted = reference.select_units(
+                    lookahead_units.tolist(),
+                    history_units.tolist(),
+                    context,
+                    settings.unit,
+                    group.budget_units,
+                    4,
+                    16,
+                    "fill",
+                    group.lookahead_units,
+                    0.0,
+                )
+                got = runtime.scores.selections[group.name][row.slot.index].tolist()
+                assert got == wanted
+        return [planned, drafted]
+
+    def check_compacted(self, metadata, full_lens, contexts, group, sparse) -> None:
+        runtime, unit = self.runtime, self.settings.unit
+        for i, row in enumerate(runtime.rows):
+            chosen = self.before[group.name][row.slot.index].tolist()
+            if not sparse[i]:
+                chosen = []
+            entries, length = reference.compact_row(
+                self.table[i].tolist(),
+                chosen,
+                contexts[i] if sparse[i] else 0,
+                full_lens[i],
+                unit,
+                BLOCK,
+            )
+            assert int(metadata.seq_lens[i]) == length
+            assert metadata.block_table_tensor[i, : len(entries)].tolist() == entries
+
+
+@pytest.mark.parametrize("draft_units", [None, 48])
+@pytest.mark.parametrize("unit", [1, 16])
+def test_steps_of_the_cuda_runtime_equal_the_reference(monkeypatch, unit, draft_units):
+    units = None if draft_units is None else draft_units // unit
+    engine = FakeEngine(monkeypatch, unit, units)
+    runtime, settings = engine.runtime, engine.settings
+    names = ["a", "b", "c"]
+    engine.runner.input_batch.req_ids = names
+    # a and c are decoding; b is still in its prompt.
+    contexts, new = [200, 130, 151], [1, 3, 1]
+    for name, tokens, output in (("a", 201, 1), ("b", 400, 0), ("c", 152, 2)):
+        engine.runner.requests[name] = SimpleNamespace(
+            num_tokens=tokens, output_token_ids=[0] * output
+        )
+    engine.step(contexts, new, [0, 0, 0])
+    assert [row.dense for row in runtime.rows] == [
+        DenseReason.NO_SELECTION,
+        DenseReason.PREFILL,
+        DenseReason.NO_SELECTION,
+    ]
+    # The next step verifies a and c sparsely; one and no drafts are rejected.
+    engine.runner.requests["a"].num_tokens = 202
+    engine.runner.requests["c"].num_tokens = 153
+    contexts, new = [201, 133, 152], [3, 2, 3]
+    engine.before = {k: v.clone() for k, v in runtime.scores.selections.items()}
+    planned, drafted = engine.step(contexts, new, [1, 0, 0])
+    assert [row.dense for row in runtime.rows] == [None, DenseReason.PREFILL, None]
+    full = [c + n for c, n in zip(contexts, new, strict=True)]
+    sparse = [True, False, True]
+    stats = runtime.stats()
+    assert stats["sparse_rows"] == 2
+    if settings.draft is None:
+        engine.check_compacted(planned, full, contexts, settings.target, sparse)
+        assert all(m.block_table_tensor is engine.table or m is not planned for m in drafted)
+    else:
+        assert stats["draft_kv_tokens_read"] < stats["draft_kv_tokens_full"]
+        engine.check_compacted(planned, full, contexts, settings.target, sparse)
+        engine.check_compacted(drafted[-1], full, contexts, settings.draft, sparse)
+
+
+def test_a_graph_is_captured_with_the_compacted_table(monkeypatch):
+    """Without requests (capture) the runtime's own buffers are handed out, dense."""
+    engine = FakeEngine(monkeypatch, 16, None)
+    metadata = engine.metadata([100, 60], [3, 3])
+    planned = engine.runtime.plan_verification(metadata)
+    table = engine.runtime.buffers.groups["target"].table
+    assert planned.block_table_tensor.data_ptr() == table.data_ptr()
+    assert planned.seq_lens.tolist() == [103, 63]
+    assert torch.equal(planned.block_table_tensor[:, :4], engine.table[:2, :4])
+    assert engine.runtime.buffers.target_queries.count == 2 * (GAMMA + 1)

@@ -8,7 +8,7 @@ import torch
 from conftest import reference_selection
 
 from dustin_vllm import reference, selection
-from dustin_vllm.config import DustinConfig, HeadSet, Settings
+from dustin_vllm.config import DustinConfig, HeadSet, LayerGroup, Settings
 
 HEADS = HeadSet(((0, (0,)),))
 
@@ -19,11 +19,9 @@ def settings(unit: int, budget_units: int, lookahead_units: int, **config: objec
         gamma=4,
         unit=unit,
         block_size=32,
-        budget_units=budget_units,
-        lookahead_units=lookahead_units,
         dilation_tokens=5,
-        draft_budget_units=None,
-        draft_lookahead_units=0,
+        target=LayerGroup("target", budget_units, lookahead_units),
+        draft=None,
         target_heads=HEADS,
         draft_heads=HEADS,
     )
@@ -59,9 +57,7 @@ def test_selection_equals_reference(
     # Scores past the context must not matter.
     beyond = torch.arange(shape[1])[None] >= (contexts // unit)[:, None]
     lookahead[beyond], history[beyond] = 1e9, 1e9
-    chosen = selection.merge_and_select(
-        lookahead, history, contexts, s, s.budget_units, s.lookahead_units
-    )
+    chosen = selection.merge_and_select(lookahead, history, contexts, s, s.target)
     assert chosen.dtype == torch.int32
     for row, context in enumerate(contexts.tolist()):
         assert chosen[row].tolist() == reference_selection(lookahead[row], history[row], context, s)
@@ -71,7 +67,7 @@ def test_selection_holds_sinks_and_recent_window_and_has_no_duplicates():
     s = settings(32, 8, 4, sinks=40, recent=70)
     contexts = torch.tensor([32 * 20 + 5])
     scores = torch.rand(1, 20)
-    chosen = selection.merge_and_select(scores, scores, contexts, s, 8, 4)[0].tolist()
+    chosen = selection.merge_and_select(scores, scores, contexts, s, s.target)[0].tolist()
     assert len(set(chosen)) == 8
     assert {0, 1} <= set(chosen)  # 40 sinks
     assert {17, 18, 19} <= set(chosen)  # tokens 575..644

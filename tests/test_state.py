@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import torch
 
+from dustin_vllm.config import LayerGroup
 from dustin_vllm.state import SequenceScores
 
 
 def scores(num_slots: int) -> SequenceScores:
-    return SequenceScores(num_slots, 3, None, torch.device("cpu"))
+    return SequenceScores(num_slots, [LayerGroup("target", 3, 1)], torch.device("cpu"))
 
 
 def test_a_selection_is_fresh_only_in_the_sequences_next_step():
