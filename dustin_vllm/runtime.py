@@ -93,8 +93,8 @@ class DustinRuntime(ABC):
         """Shorten what the draft's kernel reads in the next pass, if there is a draft budget.
 
         The rows that were sparse in this step's verification read its selection (or the
-        draft's smaller one) and everything since. This changes what is drafted, and so the
-        acceptance, but not what drafts are verified against.
+        draft's smaller one) and everything since. This changes what is drafted and, through the
+        lookahead scores, what is selected next.
 
         Args:
             metadata: CommonAttentionMetadata of the pass; not modified.
