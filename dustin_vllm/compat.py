@@ -52,8 +52,3 @@ def add_enum_member(enum: Any, name: str, value: str) -> Any:
     enum._value2member_map_[value] = member
     enum._member_names_.append(name)
     return member
-
-
-def cpu_isa(builder: Any) -> str:
-    """Instruction set of a CPU metadata builder, which decides how keys are packed."""
-    return builder.isa

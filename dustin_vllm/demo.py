@@ -12,7 +12,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dustin_vllm import demo_models
+from dustin_vllm import demo_models, provenance
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -700,17 +699,6 @@ def refusal(summary: Mapping[str, Mapping[str, Any]]) -> str | None:
     return None
 
 
-def _cpu_model() -> str:
-    """Name of the processor, as far as the system tells."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 def report_data(
     summary: Mapping[str, Mapping[str, Any]],
     results: Mapping[str, ModeResult],
@@ -727,7 +715,7 @@ def report_data(
     return {
         "schema": SCHEMA_VERSION,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": provenance.command(),
         "environment": dict(environment),
         "options": chosen,
         "prompt_tokens": prompt,
@@ -739,25 +727,6 @@ def report_data(
             for mode, result in results.items()
         },
         "statement": list(lines),
-    }
-
-
-def _environment(threads: int) -> dict[str, Any]:
-    """Versions and machine, for the report."""
-    import torch
-
-    from dustin_vllm import __version__, compat
-
-    distribution = compat.vllm_distribution()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "dustin": __version__,
-        "vllm": None if distribution is None else " ".join(distribution),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": _cpu_model(),
-        "gpu": gpu,
-        "threads": threads,
     }
 
 
@@ -816,7 +785,7 @@ def run_demo(options: DemoOptions, console: Console, errors: Console) -> int:
     if not results:
         return 1
 
-    environment = _environment(threads)
+    environment = {**provenance.environment(), "threads": threads}
     summary = summarise(results)
     lines = statement(
         summary,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dustin_vllm import compat, config, cpu_ops, selection
+from dustin_vllm import config, cpu_ops, selection
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
 from dustin_vllm.runtime import DustinRuntime
 
@@ -117,7 +117,7 @@ class CpuRuntime(DustinRuntime):
         draft_layers: dict[int, Any],
     ) -> None:
         super().__init__(runner, settings, torch.device("cpu"))
-        layout = compat.cpu_isa(builder)
+        layout = builder.isa  # the instruction set decides how keys are packed
         if layout not in LAYOUTS:
             raise config.ConfigError(
                 f"attention backend DUSTIN: this CPU packs its KV cache as {layout!r}; supported "

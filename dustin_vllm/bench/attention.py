@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import datetime
 import json
-import platform
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dustin_vllm import reference
+from dustin_vllm import provenance, reference
+from dustin_vllm.bench.common import BenchError, pyplot
 from dustin_vllm.bench.presets import ModelShape, spread
 
 if TYPE_CHECKING:
@@ -42,10 +41,6 @@ SMALL_PASSES = 32  # repetitions in a graph of kernels that take microseconds
 SLEEP_CYCLES = 8_000_000  # keeps the device busy (about 4 ms) while the host enqueues replays
 
 Step = Callable[[], object]
-
-
-class BenchError(RuntimeError):
-    """The benchmark cannot run, or measured something that is wrong."""
 
 
 @dataclass(frozen=True)
@@ -830,23 +825,6 @@ def check_options(options: AttentionOptions) -> None:
         raise BenchError(f"at most {MAX_LAYERS} scoring layers of the target")
 
 
-def environment() -> dict[str, Any]:
-    """Versions and device, for the report."""
-    from dustin_vllm import __version__, compat
-
-    distribution = compat.vllm_distribution()
-    triton = sys.modules.get("triton")
-    return {
-        "dustin": __version__,
-        "vllm": None if distribution is None else " ".join(distribution),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": getattr(triton, "__version__", None),
-        "python": platform.python_version(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-
-
 def make_table(options: AttentionOptions, results: Sequence[dict[str, Any]]) -> Table:
     """One row per batch, granularity and budget. Times in µs per layer."""
     from rich.table import Table
@@ -911,20 +889,14 @@ def plot(options: AttentionOptions, results: Sequence[dict[str, Any]], path: Pat
     Raises:
         BenchError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise BenchError("--plot needs matplotlib: pip install 'dustin-vllm[bench]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plt = pyplot()
     bars = []
     for result in results:
         bars.append((f"{result['batch']}\ndense", result["dense"]["us"], 0.0))
         for sparse in result["sparse"]:
             label = f"{result['batch']}\n{sparse['granularity']}\n{sparse['budget']}"
             bars.append((label, sparse["us"], sparse["scoring_us_per_layer"]))
-    figure, axes = pyplot.subplots(figsize=(1.2 * len(bars) + 2, 4))
+    figure, axes = plt.subplots(figsize=(1.2 * len(bars) + 2, 4))
     positions = range(len(bars))
     attention = [bar[1] for bar in bars]
     axes.bar(positions, attention, color="tab:blue", label="attention")
@@ -979,8 +951,8 @@ def run_attention(
             data = {
                 "benchmark": "attention",
                 "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-                "environment": environment(),
+                "command": provenance.command(),
+                "environment": provenance.environment(),
                 "options": asdict(options),
                 "copy_bytes_per_second": bandwidth,
                 "correct": not wrong,

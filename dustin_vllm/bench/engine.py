@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dustin_vllm import provenance
+from dustin_vllm.bench.common import BenchError, pyplot
 from dustin_vllm.bench.presets import PRESETS, scoring_layers, write_models
 
 if TYPE_CHECKING:
@@ -46,10 +48,6 @@ CPU_BLOCK = 32
 OWN_SUFFIX = 32  # last prompt tokens, which differ even with --share-prompt
 MIN_SPARSE_SHARE = 0.99
 LOG_LINES = 40
-
-
-class BenchError(RuntimeError):
-    """The benchmark cannot run, or ran in a way that must not be reported."""
 
 
 @dataclass(frozen=True)
@@ -526,7 +524,6 @@ def run_job(job: Job) -> dict[str, Any]:
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    from dustin_vllm.bench.attention import environment
     from dustin_vllm.demo import difference
 
     if job.mode == DUSTIN:
@@ -578,7 +575,7 @@ def run_job(job: Job) -> dict[str, Any]:
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "runner": type(_runner(llm)).__module__,
         "kv_cache_blocks": config.cache_config.num_gpu_blocks,
-        "environment": environment(),
+        "environment": provenance.environment(),
         "profile": None,
     }
     if not on_cpu and _runner(llm) is not None:
@@ -715,14 +712,8 @@ def plot(results: Mapping[str, Mapping[str, Any]], path: Path, title: str) -> No
     Raises:
         BenchError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise BenchError("--plot needs matplotlib: pip install 'dustin-vllm[bench]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     names = [TITLES[mode] for mode in results]
     bars = left.bar(names, [result["tokens_per_second"] for result in results.values()])
     left.bar_label(bars, fmt="%.0f")
@@ -754,7 +745,7 @@ def report(
     return {
         "benchmark": "engine",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": provenance.command(),
         "options": chosen,
         "dummy_weights": job.dummy,
         "random_prompts": not (options.text or options.prompts),
