@@ -48,6 +48,7 @@ class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
 
     runtime: CudaRuntime | None = None  # set on the target's builder, see runtime.attach
     supports_update_block_table = False  # tables are not the runner's
+    draft_runtime: CudaRuntime | None = None  # set on the drafter's builder
     draft_only = False  # set on builders whose layers all belong to the draft
 
     def build(
@@ -73,6 +74,24 @@ class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
         metadata = super().build(0, planned, fast_build)
         metadata.dustin_compacted = compacted
         return metadata
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> FlashAttentionMetadata:
+        runtime = self.draft_runtime
+        if runtime is not None:
+            impl = runtime.draft_layers[0].impl
+            # The stock builder took these from the runner's configuration: the target's.
+            self.num_heads_q, self.num_heads_kv = impl.num_heads, impl.num_kv_heads
+            self.headdim = impl.head_size
+            compacted = _is_compacted(common_attn_metadata)
+            self.block_size = runtime.page_size if compacted else self.kv_cache_spec.block_size
+            if self.use_full_cuda_graph and self.aot_schedule:
+                self.max_num_splits = runtime.draft_splits()
+            if runtime.capturing:
+                # In a graph one scheduling kernel for all layers replaces one for each.
+                return self.build(0, common_attn_metadata)
+        return super().build_for_drafting(common_attn_metadata, draft_index)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return self.runtime is None and super().use_cascade_attention(*args, **kwargs)

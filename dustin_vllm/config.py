@@ -89,6 +89,11 @@ class DustinConfig(BaseModel):
     sample_recovery_every: int = Field(
         0, ge=0, description="Measure attention recovery every n-th verification step; 0: never."
     )
+    draft_graphs: bool = Field(
+        True,
+        description="Capture all draft passes of a verification batch, and the scoring around "
+        "them, as one CUDA graph.",
+    )
     profile: str | None = Field(
         None, description="Name of a shipped profile, or the path of a profile file."
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 if TYPE_CHECKING:
@@ -20,6 +21,28 @@ class DustinProposer(DraftModelProposer):
 
     runtime: DustinRuntime
     _first_pass_rows: torch.Tensor
+
+    def dummy_run(
+        self,
+        num_tokens: int,
+        use_cudagraphs: bool = True,
+        is_graph_capturing: bool = False,
+        slot_mappings: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Called while vLLM captures the target's graph of every size; with ``use_cudagraphs``
+        for its own piecewise graphs of the draft, without for full graphs of verification."""
+        super().dummy_run(num_tokens, use_cudagraphs, is_graph_capturing, slot_mappings)
+        full = is_graph_capturing and not use_cudagraphs
+        if full and not self.speculative_config.enforce_eager:
+            with torch.inference_mode():
+                self.runtime.capture_drafting(num_tokens)
+
+    def _determine_batch_execution_and_padding(
+        self, num_tokens: int, use_cudagraphs: bool = True
+    ) -> tuple[CUDAGraphMode, int, torch.Tensor | None]:
+        if self.runtime.capturing:  # no graphs within the graph, and no padding
+            return CUDAGraphMode.NONE, num_tokens, None
+        return super()._determine_batch_execution_and_padding(num_tokens, use_cudagraphs)
 
     def set_inputs_first_pass(self, *args: Any, **kwargs: Any) -> tuple[int, torch.Tensor, Any]:
         num_tokens, rows, metadata = super().set_inputs_first_pass(*args, **kwargs)
@@ -42,8 +65,10 @@ class DustinProposer(DraftModelProposer):
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See ``DraftModelProposer.propose``. Afterwards the selections for the next
         verification step are published."""
-        metadata = kwargs["common_attn_metadata"]
-        self.runtime.begin_scoring(metadata, kwargs.get("num_rejected_tokens_gpu"))
-        draft_token_ids = super().propose(*args, **kwargs)
-        self.runtime.finish_scoring()
+        draft_token_ids = self.runtime.replay_drafting(kwargs)
+        if draft_token_ids is None:
+            metadata = kwargs["common_attn_metadata"]
+            self.runtime.begin_scoring(metadata, kwargs.get("num_rejected_tokens_gpu"))
+            draft_token_ids = super().propose(*args, **kwargs)
+            self.runtime.finish_scoring()
         return draft_token_ids

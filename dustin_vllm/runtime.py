@@ -25,7 +25,7 @@ import torch
 from dustin_vllm import config
 from dustin_vllm.config import LayerGroup, Settings
 from dustin_vllm.proposer import DustinProposer
-from dustin_vllm.state import Counters, DenseReason, SequenceScores, Slot
+from dustin_vllm.state import Counters, DenseReason, LoopReason, SequenceScores, Slot
 
 logger = logging.getLogger("vllm.dustin_vllm")
 
@@ -103,6 +103,25 @@ class DustinRuntime(ABC):
     @abstractmethod
     def finish_scoring(self) -> None:
         """Lookahead scores from the kept draft queries; merge; publish."""
+
+    # ---- drafting as one graph; a platform without graphs keeps these ---------------------
+
+    capturing = False  # whether a draft loop is being captured
+
+    def capture_drafting(self, num_tokens: int) -> None:  # noqa: B027
+        """Capture steps 3 to 5 for a verification batch of num_tokens target tokens."""
+
+    def replay_drafting(self, arguments: dict[str, Any]) -> torch.Tensor | None:
+        """Do steps 3 to 5 by a graph, if one fits.
+
+        Args:
+            arguments: those of ``DraftModelProposer.propose``.
+
+        Returns:
+            [R, gamma] draft tokens, or None: drive the passes one by one.
+        """
+        self.counters.draft_loops[LoopReason.NOT_CAPTURED.value] += 1
+        return None
 
     # ---- decisions, on the host, from request state -------------------------------------
 
@@ -227,6 +246,7 @@ def attach(runner: Any) -> None:
     runtime = runtime_class(runner, settings, builder, target_layers, draft_layers)
     drafter.__class__ = DustinProposer
     drafter.runtime = runtime
+    drafter.draft_attn_groups[0].get_metadata_builder().draft_runtime = runtime
     builder.runtime = runtime
     for group in groups:
         if group is not target_groups[0]:

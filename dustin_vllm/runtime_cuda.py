@@ -16,7 +16,9 @@ import torch
 
 from dustin_vllm import config
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
+from dustin_vllm.draft_graphs import DraftGraphs, DraftInputs, draft_inputs
 from dustin_vllm.runtime import DustinRuntime
+from dustin_vllm.state import LoopReason
 from dustin_vllm.triton_kernels import (
     compact,
     merge_and_select,
@@ -121,11 +123,13 @@ class Buffers:
     target_queries: QueryBuffer  # R * (gamma + 1) places
     draft_queries: QueryBuffer  # gamma * R places, pass by pass
     groups: dict[str, GroupBuffers]
+    draft_inputs: DraftInputs
     recovery: torch.Tensor  # [2] fp32: sum, samples
 
     def num_bytes(self) -> int:
         """Device memory of all buffers."""
-        holders = [self, *self.groups.values(), *(g.select for g in self.groups.values())]
+        holders = [self, self.draft_inputs, *self.groups.values()]
+        holders += [group.select for group in self.groups.values()]
         tensors = [v for h in holders for v in vars(h).values() if isinstance(v, torch.Tensor)]
         for query_buffer in (self.target_queries, self.draft_queries):
             tensors += [query_buffer.queries, query_buffer.rows]
@@ -184,6 +188,7 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
             )
             for group in settings.groups
         },
+        draft_inputs=draft_inputs(rows, gamma, -(-context // settings.block_size), device),
         recovery=zeros(2, dtype=torch.float32),
     )
     # The previous engine of this process, if any, is gone or has its own reference.
@@ -218,6 +223,8 @@ class CudaRuntime(DustinRuntime):
         self._scoring = False
         self._sparse = False  # whether this step has sparse rows
         self._passes = 0
+        self._num_reqs = 0  # rows that are drafted for; padded ones too within a graph
+        self._graphs = DraftGraphs(self, runner.drafter, self.buffers.draft_inputs)
         self._verified_steps = 0
         self._block_table: torch.Tensor | None = None
         logger.info("Dustin: %.0f MiB of device buffers", self.buffers.num_bytes() / 2**20)
@@ -228,7 +235,7 @@ class CudaRuntime(DustinRuntime):
         return super().stats()
 
     def num_splits(self, num_reqs: int) -> int:
-        """Upper bound on FlashAttention's KV splits for a batch.
+        """Upper bound on FlashAttention's KV splits for verification.
 
         One split needs no combine kernel; with a compacted row of a few tiles, rows times KV
         heads fill the device alone.
@@ -236,6 +243,11 @@ class CudaRuntime(DustinRuntime):
         device = torch.cuda.get_device_properties(self.runner.device)
         full = num_reqs * self._kv_heads >= 0.8 * device.multi_processor_count
         return 1 if full else GRAPH_SPLITS
+
+    def draft_splits(self) -> int:
+        """The same for the draft. Its heads are few and its layers short: one split reads a
+        selection faster than two kernels do."""
+        return GRAPH_SPLITS if self.settings.draft is None else 1
 
     # ---- verification -------------------------------------------------------------------
 
@@ -249,8 +261,9 @@ class CudaRuntime(DustinRuntime):
         queries = buffers.target_queries
         width = settings.gamma + 1
         queries.count = num_reqs * width if self._scoring or not rows else 0
-        if num_reqs > buffers.max_rows or not self._caches_bound():
+        if num_reqs > buffers.max_rows or not self.caches_bound():
             queries.count = 0
+            self._scoring = False
             return metadata
         self._copy_row_info()
         if queries.count:
@@ -321,7 +334,7 @@ class CudaRuntime(DustinRuntime):
         # before this one's samples have reached the host.
         self.buffers.row_info.copy_(host, non_blocking=True)
 
-    def _caches_bound(self) -> bool:
+    def caches_bound(self) -> bool:
         """Whether the KV caches exist; makes the scoring plans when they first do."""
         if self._plans:
             return True
@@ -368,11 +381,14 @@ class CudaRuntime(DustinRuntime):
 
     def begin_scoring(self, metadata: Any, num_rejected: torch.Tensor | None) -> None:
         self.buffers.target_queries.count = 0
-        if not self._scoring or not self._plans:
-            self._scoring = False
-            return
+        self._num_reqs = len(self.rows)
+        if self._scoring:
+            self.score_history(metadata, num_rejected)
+
+    def score_history(self, metadata: Any, num_rejected: torch.Tensor | None) -> None:
+        """The device's part of ``begin_scoring``, for all rows of the metadata."""
         buffers, gamma = self.buffers, self.settings.gamma
-        num_reqs = len(self.rows)
+        num_reqs = self._num_reqs = metadata.num_reqs
         needs = buffers.row_info[2, :num_reqs]
         contexts = buffers.contexts[:num_reqs]
         kept = buffers.target_queries.queries.unflatten(0, (-1, gamma + 1))
@@ -384,18 +400,17 @@ class CudaRuntime(DustinRuntime):
             last = kept[self._places[:num_reqs], gamma - rejected]
             torch.mul(metadata.seq_lens[:num_reqs] - rejected, needs, out=contexts)
         self._block_table = metadata.block_table_tensor[:num_reqs]
-        self._sample_recovery(metadata)
         self._token_scores(
             "target", buffers.history[:num_reqs], last[:, None], self._block_table, contexts
         )
         self._passes = 0
 
     def begin_draft_pass(self, rows: torch.Tensor | None) -> None:
-        queries = self.buffers.draft_queries
-        if not self._scoring or self._passes == self.settings.gamma:
+        queries, num_reqs = self.buffers.draft_queries, self._num_reqs
+        scoring = self._scoring or self.capturing
+        if not scoring or self._passes == self.settings.gamma:
             queries.count = 0
             return
-        num_reqs = len(self.rows)
         wanted = self._places[:num_reqs] if rows is None else rows[:num_reqs]
         queries.rows[:num_reqs].copy_(wanted)
         queries.first_place = self._passes * self.buffers.max_rows
@@ -403,19 +418,28 @@ class CudaRuntime(DustinRuntime):
         self._passes += 1
 
     def compact_draft(self, metadata: Any) -> Any:
-        group, num_reqs = self.settings.draft, len(self.rows)
-        if group is None or not self._sparse:
+        group = self.settings.draft
+        if group is None or not (self._sparse or self.capturing):
             return metadata
-        # An upper bound: how many drafts were rejected is not known on the host.
-        self.count_draft_pass([row.seq_len + self._passes for row in self.rows])
+        num_reqs = self._num_reqs
+        self._count_draft(self._passes)
         return self._compact(metadata, num_reqs, group, self.buffers.verified[:num_reqs])
 
+    def _count_draft(self, index: int) -> None:
+        # Upper bounds: how many drafts were rejected is not known on the host.
+        self.count_draft_pass([row.seq_len + index for row in self.rows])
+
     def finish_scoring(self) -> None:
+        self.buffers.draft_queries.count = 0
+        if self._scoring and self._passes == self.settings.gamma:
+            self.select()
+            self._publish()
+
+    def select(self) -> None:
+        """The device's part of ``finish_scoring``."""
         buffers, settings = self.buffers, self.settings
         buffers.draft_queries.count = 0
-        if not self._scoring or self._passes != settings.gamma:
-            return
-        num_reqs = len(self.rows)
+        num_reqs = self._num_reqs
         contexts = buffers.contexts[:num_reqs]
         needs = buffers.row_info[2, :num_reqs]
         queries = buffers.draft_queries.queries.unflatten(0, (settings.gamma, -1))
@@ -447,8 +471,38 @@ class CudaRuntime(DustinRuntime):
                 settings.config.lookahead_weight,
             )
             self.scores.selections[group.name].index_copy_(0, slots, selected)
+
+    def _publish(self) -> None:
         self.publish([row for row in self.rows if row.needs_selection])
         self._scoring = False
+
+    # ---- drafting as one graph ----------------------------------------------------------
+
+    @property
+    def capturing(self) -> bool:  # type: ignore[override]
+        """Whether a draft loop is being captured."""
+        return self._graphs.capturing
+
+    def capture_drafting(self, num_tokens: int) -> None:
+        if self.settings.config.draft_graphs and num_tokens % (self.settings.gamma + 1) == 0:
+            self._graphs.capture(num_tokens // (self.settings.gamma + 1))
+
+    def replay_drafting(self, arguments: dict[str, Any]) -> torch.Tensor | None:
+        metadata = arguments["common_attn_metadata"]
+        if self._scoring:
+            self._sample_recovery(metadata)
+        drafts = self._graphs.replay(arguments)
+        if isinstance(drafts, LoopReason):
+            self.counters.draft_loops[drafts.value] += 1
+            return None
+        self.counters.draft_graphs += 1
+        self.buffers.target_queries.count = 0
+        if self.settings.draft is not None and self._sparse:
+            for index in range(self.settings.gamma):
+                self._count_draft(index + 1)
+        if self._scoring:
+            self._publish()
+        return drafts
 
     def _sample_recovery(self, metadata: Any) -> None:
         """Measure how much attention mass this step's selections covered, now and then.
@@ -478,8 +532,8 @@ class CudaRuntime(DustinRuntime):
         kept = buffers.target_queries.queries.unflatten(0, (-1, settings.gamma + 1))[:num_reqs]
         mass = buffers.lookahead[:num_reqs]
         scale = self.target_layers[0].impl.scale
-        assert self._block_table is not None
-        token_scores(mass, kept, plan, self._block_table, seq_lens.int(), scratch, scale, "mean")
+        table = metadata.block_table_tensor[:num_reqs]
+        token_scores(mass, kept, plan, table, seq_lens.int(), scratch, scale, "mean")
         context = torch.tensor([row.context for row in rows], device=mass.device)[:, None]
         tail = context // unit * unit
         whole = mass.shape[1] // unit * unit

@@ -27,6 +27,15 @@ class DenseReason(str, Enum):
     LONG_QUERY = "long_query"  # more new tokens than gamma + 1
 
 
+class LoopReason(str, Enum):
+    """Why vLLM's loop drafted, and not a graph of all draft passes."""
+
+    NOT_CAPTURED = "not_captured"  # no graphs on this platform, or none for a batch so large
+    PREFILL = "prefill"  # prompt tokens in the batch
+    RAGGED = "ragged"  # rows with fewer than gamma + 1 tokens
+    SAMPLED = "sampled"  # drafts are sampled, not the most likely tokens
+
+
 @dataclass
 class Slot:
     """Place of one sequence in ``SequenceScores.selections``."""
@@ -99,6 +108,8 @@ class Counters:
     kv_tokens_read: int = 0  # what was read
     draft_kv_tokens_full: int = 0  # what dense drafting of sparse rows would have read, all passes
     draft_kv_tokens_read: int = 0  # what was read; both 0 without draft_budget
+    draft_graphs: int = 0  # steps whose drafts came from one graph
+    draft_loops: Counter[str] = field(default_factory=Counter)  # steps drafted pass by pass
     selections: int = 0
     recovery_sum: float = 0.0
     recovery_samples: int = 0
@@ -106,4 +117,5 @@ class Counters:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return {**vars(self), "dense_rows": dict(self.dense_rows)}
+        reasons = ("dense_rows", "draft_loops")
+        return {**vars(self), **{name: dict(getattr(self, name)) for name in reasons}}

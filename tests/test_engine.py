@@ -23,7 +23,9 @@ from vllm.v1.attention.backends import cpu_attn
 
 from dustin_vllm import cpu_ops, reference
 from dustin_vllm.backend_cpu import DustinCPUAttentionBackendImpl
+from dustin_vllm.draft_graphs import DraftGraphs, draft_inputs
 from dustin_vllm.runtime_cpu import CpuRuntime
+from dustin_vllm.state import LoopReason
 
 pytestmark = pytest.mark.engine
 
@@ -430,3 +432,50 @@ def test_sampling_with_a_temperature_runs_sparse(make_llm, target, draft):
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [len(o.outputs[0].token_ids) for o in outputs] == [24] * 3
     assert runtime_of(llm).stats()["sparse_rows"] > 0
+
+
+class BodyAgain(DraftGraphs):
+    """Records nothing: a replay runs the body again."""
+
+    def _record(self, num_reqs):
+        drafts = torch.full((num_reqs, GAMMA), -1)
+        return lambda: drafts.copy_(self._draft(num_reqs)), drafts
+
+
+def test_drafts_from_padded_buffers_equal_those_of_the_loop(make_llm, target, draft, monkeypatch):
+    """In fp32, bit for bit: what a CUDA graph captures, run here without one."""
+    llm = make_llm(target, draft, {**SPARSE, "draft_budget": 96})
+    runtime = runtime_of(llm)
+    drafter, selections = runtime.runner.drafter, runtime.scores.selections
+    monkeypatch.setattr(CpuRuntime, "score_history", CpuRuntime.begin_scoring, raising=False)
+    monkeypatch.setattr(CpuRuntime, "select", CpuRuntime.finish_scoring, raising=False)
+    monkeypatch.setattr(CpuRuntime, "caches_bound", lambda runtime: True, raising=False)
+    inputs = draft_inputs(4, GAMMA, 2048 // 32, torch.device("cpu"))
+    graphs = BodyAgain(runtime, drafter, inputs)
+    monkeypatch.setattr(CpuRuntime, "capturing", property(lambda runtime: graphs.capturing))
+    graphs.capture(4)
+    propose = type(drafter).propose
+    compared: list[int] = []
+    reasons: set[LoopReason] = set()
+
+    def propose_twice(**kwargs):
+        before = {name: held.clone() for name, held in selections.items()}
+        drafts = graphs.replay(kwargs)
+        made = {name: held.clone() for name, held in selections.items()}
+        for name, held in before.items():  # the draft reads them
+            selections[name].copy_(held)
+        again = propose(drafter, **kwargs)
+        if isinstance(drafts, torch.Tensor):
+            assert torch.equal(drafts, again)
+            for name, held in selections.items():
+                assert torch.equal(held, made[name])
+            compared.append(len(drafts))
+        else:
+            reasons.add(drafts)
+        return again
+
+    drafter.propose = propose_twice
+    generate(llm, PROMPTS)
+    assert len(compared) > 10
+    assert len(set(compared)) > 1  # with padding and without
+    assert reasons == {LoopReason.PREFILL}

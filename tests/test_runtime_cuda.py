@@ -123,6 +123,7 @@ class FakeEngine:
             scheduler_config=scheduler,
             requests={},
             input_batch=SimpleNamespace(req_ids=[]),
+            drafter=SimpleNamespace(max_model_len=512),
             vllm_config=SimpleNamespace(
                 speculative_config=SimpleNamespace(draft_model_config=draft_model),
                 model_config=model,

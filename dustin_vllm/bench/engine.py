@@ -35,9 +35,15 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-PLAIN, STOCK, DUSTIN = "plain", "stock", "dustin"
-MODES = (PLAIN, STOCK, DUSTIN)
-TITLES = {PLAIN: "plain decoding", STOCK: "stock speculation", DUSTIN: "Dustin"}
+PLAIN, STOCK, LOOP, DUSTIN = "plain", "stock", "loop", "dustin"
+MODES = (PLAIN, STOCK, LOOP, DUSTIN)
+TITLES = {
+    PLAIN: "plain decoding",
+    STOCK: "stock speculation",
+    LOOP: "Dustin, draft_graphs off",
+    DUSTIN: "Dustin",
+}
+OURS = (LOOP, DUSTIN)
 
 DEFAULT_ACCEPTANCE = 4.0
 BATCHED_TOKENS = 8192
@@ -61,7 +67,7 @@ class EngineOptions:
     prompts: Path | None = None
     layers: int | None = None
     draft_vocab: int | None = None
-    modes: tuple[str, ...] = MODES
+    modes: tuple[str, ...] = (PLAIN, STOCK, DUSTIN)
     batch: int = 16
     context: int = 32768
     gamma: int = 4
@@ -228,7 +234,11 @@ def make_jobs(options: EngineOptions, folder: Path, on_cpu: bool) -> list[Job]:
             max_tokens=max_tokens,
             gamma=options.gamma,
             acceptance=acceptance,
-            dustin={**settings, **options.dustin},
+            dustin={
+                **settings,
+                **options.dustin,
+                **({"draft_graphs": False} if mode == LOOP else {}),
+            },
             steps=options.steps,
             share_prompt=options.share_prompt,
             enforce_eager=options.enforce_eager,
@@ -278,7 +288,7 @@ def engine_arguments(job: Job, on_cpu: bool) -> dict[str, Any]:
             speculative["rejection_sample_method"] = "synthetic"
             speculative["synthetic_acceptance_length"] = job.acceptance
         arguments["speculative_config"] = speculative
-    if job.mode == DUSTIN:
+    if job.mode in OURS:
         arguments["attention_backend"] = "DUSTIN"
         arguments["additional_config"] = {"dustin": job.dustin}
     return {**arguments, **job.llm}
@@ -290,7 +300,7 @@ def worker_environment(mode: str, base: Mapping[str, str], verbose: bool) -> dic
         **base,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_PLUGINS": "dustin" if mode == DUSTIN else "",
+        "VLLM_PLUGINS": "dustin" if mode in OURS else "",
         "VLLM_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -510,7 +520,7 @@ def _prefill(llm: Any, job: Job) -> dict[str, int]:
 
 
 def _stats(llm: Any, mode: str) -> dict[str, Any]:
-    if mode != DUSTIN:
+    if mode not in OURS:
         return {}
     stats = dict(llm.collective_rpc("dustin_stats")[0])
     stats.pop("live_sequences", None)
@@ -526,7 +536,7 @@ def run_job(job: Job) -> dict[str, Any]:
 
     from dustin_vllm.demo import difference
 
-    if job.mode == DUSTIN:
+    if job.mode in OURS:
         import dustin_vllm
 
         dustin_vllm.register()  # idempotent; for a source tree that is not installed
@@ -791,7 +801,7 @@ def run_engine(
             errors.print(f"{TITLES[job.mode]} ...")
             try:
                 result = run_worker(job, options)
-                why = sparse_refusal(result["stats"]) if job.mode == DUSTIN else None
+                why = sparse_refusal(result["stats"]) if job.mode in OURS else None
                 if why is None:
                     results[job.mode] = result
                     errors.print(
