@@ -324,8 +324,11 @@ def _unsupported(vllm_config: VllmConfig) -> list[str]:
         )
     if getattr(speculative, "use_heterogeneous_vocab", False):
         reasons.append("speculative_config.use_heterogeneous_vocab=true is not tested")
-    if vllm_config.scheduler_config.async_scheduling:
-        reasons.append("async scheduling is on; use --no-async-scheduling")
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    if vllm_config.scheduler_config.async_scheduling and on_cpu:
+        reasons.append(
+            "async scheduling is on, which hides nothing here; use --no-async-scheduling"
+        )
     if vllm_config.lora_config is not None:
         reasons.append("LoRA adapters are not tested; leave out --enable-lora")
     if getattr(vllm_config, "use_v2_model_runner", False):

@@ -63,6 +63,17 @@ LEDGER = (
         delete_when="An attention backend can take part in configuration.",
     ),
     Patch(
+        symbol="vllm.config.vllm.VllmConfig.__post_init__",
+        why="A decode step on a GPU takes about as long as the host's part of it, so the host must "
+        "work ahead. vLLM can (async scheduling), but 0.26 turns it off for draft models, as its "
+        "own draft loop gains nothing; it decides before any hook, and what the user said is "
+        "then lost.",
+        how="Before the original: on CUDA, when DUSTIN is chosen with a draft model and the user "
+        "left async scheduling open, turn it on where the executor supports it.",
+        upstream="0.33 turns it on for draft models",
+        delete_when="0.33 is the oldest supported version.",
+    ),
+    Patch(
         symbol="vllm.config.speculative.SpeculativeConfig.verify_equal_vocab_size_if_draft_model",
         why="Qwen2.5-72B has 152064 vocabulary entries and Qwen2.5-0.5B 151936, of one tokenizer: "
         "the rest is padding. vLLM refuses such a pair.",
@@ -132,7 +143,11 @@ def apply() -> None:
         _wrap(platform, "check_and_update_config", _check_and_update_config)
         if current_platform.is_cpu():
             _wrap(platform, "get_attn_backend_cls", _get_attn_backend_cls)
+        from vllm.config import VllmConfig
         from vllm.config.speculative import SpeculativeConfig
+
+        if current_platform.is_cuda():
+            _wrap(VllmConfig, "__post_init__", _schedule_ahead)
 
         _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _verify_vocabulary)
     except Exception as error:
@@ -171,6 +186,21 @@ def _get_attn_backend_cls(original: Callable[..., str]) -> Callable[..., str]:
         return original(cls, selected_backend, *args, **kwargs)
 
     return get_attn_backend_cls
+
+
+def _schedule_ahead(original: Callable[..., None]) -> Callable[..., None]:
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from dustin_vllm import config
+
+        scheduler = self.scheduler_config
+        if scheduler.async_scheduling is None and config.is_active(self):
+            from vllm.v1.executor.abstract import Executor
+
+            if Executor.get_class(self).supports_async_scheduling():
+                scheduler.async_scheduling = True
+        original(self, *args, **kwargs)
+
+    return __post_init__
 
 
 def _verify_vocabulary(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,8 +36,8 @@ class Row:
 
     slot: Slot
     request: Any
-    context: int  # confirmed tokens before this step's queries
-    seq_len: int  # context plus this step's tokens
+    context: int  # confirmed tokens before this step's queries (async scheduling: at most)
+    seq_len: int  # context plus this step's tokens (likewise)
     dense: DenseReason | None  # None: sparse
     needs_selection: bool  # samples a token in this step, at a context worth a selection
 

@@ -3,7 +3,8 @@
 
 Which rows are sparse is decided on the host from request state, one small copy takes it to the
 device, and everything else follows on the stream: how many drafts were accepted is never read
-back. Without async scheduling the host knows every row's exact context when it plans.
+back. Under async scheduling the host knows lengths as upper bounds only (as if all drafts of
+the step in flight were accepted); lengths that matter come from the device.
 """
 
 from __future__ import annotations
@@ -287,8 +288,7 @@ class CudaRuntime(DustinRuntime):
                 out=buffers.groups[group.name].selected[:num_reqs],
             )
         self._verified_steps += sparse
-        if settings.draft is not None:
-            buffers.verified[:num_reqs].copy_(contexts)
+        buffers.verified[:num_reqs].copy_(contexts)
         return self._compact(metadata, num_reqs, settings.target, contexts)
 
     def _compact(
@@ -330,8 +330,8 @@ class CudaRuntime(DustinRuntime):
         info[:] = ((0,), (self.scores.padding_index,), (0,))
         for i, row in enumerate(self.rows):
             info[:, i] = row.dense is None, row.slot.index, row.needs_selection
-        # The pinned buffer is written again only in the next step, which vLLM does not begin
-        # before this one's samples have reached the host.
+        # vLLM prepares a step's inputs, this among them, only after the copies of the step
+        # before have ended (GPUModelRunner.synchronize_input_prep), so the host may write again.
         self.buffers.row_info.copy_(host, non_blocking=True)
 
     def caches_bound(self) -> bool:
@@ -534,8 +534,7 @@ class CudaRuntime(DustinRuntime):
         scale = self.target_layers[0].impl.scale
         table = metadata.block_table_tensor[:num_reqs]
         token_scores(mass, kept, plan, table, seq_lens.int(), scratch, scale, "mean")
-        context = torch.tensor([row.context for row in rows], device=mass.device)[:, None]
-        tail = context // unit * unit
+        tail = buffers.verified[:num_reqs, None] // unit * unit
         whole = mass.shape[1] // unit * unit
         units = mass[:, :whole].view(num_reqs, -1, unit).sum(2)
         chosen = self.scores.selections[settings.target.name][

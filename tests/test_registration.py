@@ -107,6 +107,7 @@ def test_without_the_flag_vllm_is_as_without_the_plugin(target, draft):
 
 
 def test_every_patch_is_in_the_ledger_and_its_symbol_exists():
+    from vllm.config import VllmConfig
     from vllm.config.speculative import SpeculativeConfig
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -118,6 +119,7 @@ def test_every_patch_is_in_the_ledger_and_its_symbol_exists():
         "AttentionBackendEnum.DUSTIN": AttentionBackendEnum,
         "CpuPlatform.get_attn_backend_cls": platform,
         "current_platform.check_and_update_config": platform,
+        "VllmConfig.__post_init__": VllmConfig,
         "SpeculativeConfig.verify_equal_vocab_size_if_draft_model": SpeculativeConfig,
         "GPUModelRunner.initialize_metadata_builders": GPUModelRunner,
     }
@@ -130,6 +132,31 @@ def test_every_patch_is_in_the_ledger_and_its_symbol_exists():
     for file in (ROOT / "dustin_vllm").glob("*.py"):
         if file.name != "patches.py":
             assert "setattr(" not in file.read_text(), file.name
+
+
+def test_async_scheduling_is_on_unless_the_user_says_no(target, draft, monkeypatch):
+    """The wrapper of VllmConfig.__post_init__, which is installed on CUDA only."""
+    from vllm.config import VllmConfig
+
+    seen = []
+    monkeypatch.setattr(
+        VllmConfig,
+        "__post_init__",
+        patches._schedule_ahead(lambda made: seen.append(made.scheduler_config.async_scheduling)),
+    )
+    made = config_of(target, draft, {})
+    cases = {"DUSTIN": [(None, True), (False, False), (True, True)], "CPU_ATTN": [(None, None)]}
+    seen.clear()
+    for backend, settings in cases.items():
+        for chosen, wanted in settings:
+            made.attention_config.backend = type(made.attention_config.backend)[backend]
+            made.scheduler_config.async_scheduling = chosen
+            made.__post_init__()
+            assert seen.pop() is wanted
+    made.attention_config.backend = patches.add_backend_member()
+    made.scheduler_config.async_scheduling, made.speculative_config = None, None
+    made.__post_init__()
+    assert seen == [None]
 
 
 def test_a_symbol_patched_by_somebody_else_is_refused():
