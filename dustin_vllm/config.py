@@ -89,6 +89,11 @@ class DustinConfig(BaseModel):
     sample_recovery_every: int = Field(
         0, ge=0, description="Measure attention recovery every n-th verification step; 0: never."
     )
+    sparse_verification: bool = Field(
+        True,
+        description="False: verify densely and let only the draft read a selection, which "
+        "needs draft_budget. Output is then that of vLLM's own speculation.",
+    )
     draft_graphs: bool = Field(
         True,
         description="Capture all draft passes of a verification batch, and the scoring around "
@@ -403,6 +408,11 @@ def _target_group(config: DustinConfig, unit: int) -> LayerGroup:
 
 def _draft_group(config: DustinConfig, unit: int, target: LayerGroup) -> LayerGroup | None:
     if config.draft_budget is None:
+        if not config.sparse_verification:
+            raise ConfigError(
+                "dustin.sparse_verification=false without draft_budget selects for nobody; set "
+                f"draft_budget, for example to {config.budget}"
+            )
         return None
     units = _budget_units(config, "draft_budget", config.draft_budget, unit)
     if units > target.budget_units:

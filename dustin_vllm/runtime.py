@@ -38,7 +38,8 @@ class Row:
     request: Any
     context: int  # confirmed tokens before this step's queries (async scheduling: at most)
     seq_len: int  # context plus this step's tokens (likewise)
-    dense: DenseReason | None  # None: sparse
+    dense: DenseReason | None  # why verification is dense; None: sparse
+    drafts_sparsely: bool  # has a selection that its draft passes may read
     needs_selection: bool  # samples a token in this step, at a context worth a selection
 
 
@@ -92,8 +93,8 @@ class DustinRuntime(ABC):
     def compact_draft(self, metadata: Any) -> Any:
         """Shorten what the draft's kernel reads in the next pass, if there is a draft budget.
 
-        The rows that were sparse in this step's verification read its selection (or the
-        draft's smaller one) and everything since. This changes what is drafted and, through the
+        The rows that have a selection for this step's verification read it (or the draft's
+        smaller one) and everything since. This changes what is drafted and, through the
         lookahead scores, what is selected next.
 
         Args:
@@ -145,6 +146,9 @@ class DustinRuntime(ABC):
         context = seq_len - num_new
         slot = self.scores.slot(request_id)
         dense = self._dense_reason(request, slot, context, num_new)
+        drafts_sparsely = dense is None and self.settings.draft is not None
+        if dense is None and not self.settings.config.sparse_verification:
+            dense = DenseReason.REQUESTED
         slot.seen = self._step
         counters = self.counters
         if dense is not None:
@@ -157,7 +161,7 @@ class DustinRuntime(ABC):
                 seq_len if dense else self._sparse_length(self.settings.target, context, seq_len)
             )
         needs_selection = seq_len >= request.num_tokens and not self._is_short(seq_len)
-        return Row(slot, request, context, seq_len, dense, needs_selection)
+        return Row(slot, request, context, seq_len, dense, drafts_sparsely, needs_selection)
 
     def _dense_reason(
         self, request: Any, slot: Slot, context: int, num_new: int
@@ -192,7 +196,7 @@ class DustinRuntime(ABC):
         group = self.settings.draft
         assert group is not None
         for row, seq_len in zip(self.rows, seq_lens, strict=False):
-            if row.dense is None:
+            if row.drafts_sparsely:
                 self.counters.draft_kv_tokens_full += seq_len
                 self.counters.draft_kv_tokens_read += self._sparse_length(
                     group, row.context, seq_len

@@ -208,7 +208,7 @@ class CpuRuntime(DustinRuntime):
             self.draft.arm(wanted if rows is None else rows[wanted].long())
 
     def compact_draft(self, metadata: Any) -> Any:
-        sparse = [i for i, row in enumerate(self.rows) if row.dense is None]
+        sparse = [i for i, row in enumerate(self.rows) if row.drafts_sparsely]
         group = self.settings.draft
         if group is None or not sparse:
             return metadata

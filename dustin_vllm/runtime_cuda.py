@@ -22,6 +22,7 @@ from dustin_vllm.runtime import DustinRuntime
 from dustin_vllm.state import LoopReason
 from dustin_vllm.triton_kernels import (
     compact,
+    gather_queries,
     merge_and_select,
     scoring_plan,
     select_workspace,
@@ -33,6 +34,8 @@ logger = logging.getLogger("vllm.dustin_vllm")
 
 GRAPH_SPLITS = 32  # vLLM's upper bound on FlashAttention's KV splits under CUDA graphs
 SCORE_SCRATCH_BYTES = 96 << 20
+# Rows of Buffers.row_info: flags, and the slot in SequenceScores.
+VERIFY_SPARSELY, SLOT, NEEDS_SELECTION, DRAFT_SPARSELY = range(4)
 
 
 def token_pages(kv_cache: torch.Tensor) -> torch.Tensor:
@@ -75,15 +78,14 @@ class QueryBuffer:
         self.rows = torch.zeros(num_places, dtype=torch.int64, device=device)
         self.first_place = 0
         self.count = 0
-        self._layers: dict[int, tuple[slice, torch.Tensor | None]] = {}
+        self._layers: dict[int, tuple[slice, torch.Tensor]] = {}
 
     def attach(self, layers: dict[int, Any]) -> None:
         """Give every scoring layer its share of the buffer."""
         begin = 0
         for index, heads in self.heads.layers:
             impl = layers[index].impl
-            every = heads == tuple(range(impl.num_heads))
-            chosen = None if every else torch.tensor(heads, device=self.queries.device)
+            chosen = torch.tensor(heads, dtype=torch.int32, device=self.queries.device)
             self._layers[id(impl)] = (slice(begin, begin + len(heads)), chosen)
             impl.capture = self
             begin += len(heads)
@@ -93,10 +95,8 @@ class QueryBuffer:
         if self.count == 0:
             return
         share, heads = self._layers[id(impl)]
-        kept = query.index_select(0, self.rows[: self.count])
-        if heads is not None:
-            kept = kept.index_select(1, heads)
-        self.queries[self.first_place : self.first_place + self.count, share] = kept
+        places = slice(self.first_place, self.first_place + self.count)
+        gather_queries(self.queries[places, share], query, self.rows[: self.count], heads)
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Buffers:
 
     settings: Settings
     max_rows: int
-    row_info: torch.Tensor  # [3, R] int32: sparse flag, slot, needs a selection
+    row_info: torch.Tensor  # [4, R] int32: VERIFY_SPARSELY and so on
     row_info_host: torch.Tensor  # the same, pinned
     contexts: torch.Tensor  # [R] int32
     verified: torch.Tensor  # [R] int32, contexts of this step's verification
@@ -163,9 +163,9 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
     buffers = Buffers(
         settings=settings,
         max_rows=rows,
-        row_info=zeros(3, rows),
+        row_info=zeros(4, rows),
         row_info_host=torch.zeros(
-            3, rows, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+            4, rows, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         ),
         contexts=zeros(rows),
         verified=zeros(rows),
@@ -222,7 +222,7 @@ class CudaRuntime(DustinRuntime):
         self._plans: dict[str, tuple[Any, Any]] = {}  # scoring plans and scratch, by model
         self._block_pages = 0
         self._scoring = False
-        self._sparse = False  # whether this step has sparse rows
+        self._draft_sparse = False  # whether rows of this step draft sparsely
         self._passes = 0
         self._num_reqs = 0  # rows that are drafted for; padded ones too within a graph
         self._graphs = DraftGraphs(self, runner.drafter, self.buffers.draft_inputs)
@@ -241,6 +241,8 @@ class CudaRuntime(DustinRuntime):
         One split needs no combine kernel; with a compacted row of a few tiles, rows times KV
         heads fill the device alone.
         """
+        if not self.settings.config.sparse_verification:
+            return GRAPH_SPLITS
         device = torch.cuda.get_device_properties(self.runner.device)
         full = num_reqs * self._kv_heads >= 0.8 * device.multi_processor_count
         return 1 if full else GRAPH_SPLITS
@@ -257,7 +259,8 @@ class CudaRuntime(DustinRuntime):
         buffers, settings, rows = self.buffers, self.settings, self.rows
         num_reqs = metadata.num_reqs
         self._scoring = any(row.needs_selection for row in rows)
-        sparse = self._sparse = any(row.dense is None for row in rows)
+        sparse = any(row.dense is None for row in rows)
+        self._draft_sparse = any(row.drafts_sparsely for row in rows)
         # In a captured graph the queries are always kept.
         queries = buffers.target_queries
         width = settings.gamma + 1
@@ -273,14 +276,15 @@ class CudaRuntime(DustinRuntime):
             # Padded rows start behind the last token.
             kept = kept.clamp(max=metadata.num_actual_tokens - 1)
             queries.rows[: queries.count].copy_(kept.view(-1))
-        if rows and not sparse and metadata.max_query_len > width:
+        selected = sparse or self._draft_sparse
+        if rows and not selected and metadata.max_query_len > width:
             return metadata  # never in a full graph: the stock path is the same and cheaper
-        slots = buffers.row_info[1, :num_reqs]
+        slots = buffers.row_info[SLOT, :num_reqs]
         starts = metadata.query_start_loc[: num_reqs + 1]
         seq_lens = metadata.seq_lens[:num_reqs]
         contexts = buffers.contexts[:num_reqs]
         torch.sub(seq_lens, starts[1:] - starts[:-1], out=contexts)
-        for group in settings.groups if sparse else (settings.target,):
+        for group in settings.groups if selected else (settings.target,):
             torch.index_select(
                 self.scores.selections[group.name],
                 0,
@@ -289,12 +293,15 @@ class CudaRuntime(DustinRuntime):
             )
         self._verified_steps += sparse
         buffers.verified[:num_reqs].copy_(contexts)
-        return self._compact(metadata, num_reqs, settings.target, contexts)
+        if not settings.config.sparse_verification:
+            return metadata
+        return self._compact(metadata, num_reqs, settings.target, contexts, VERIFY_SPARSELY)
 
     def _compact(
-        self, metadata: Any, num_reqs: int, group: LayerGroup, contexts: torch.Tensor
+        self, metadata: Any, num_reqs: int, group: LayerGroup, contexts: torch.Tensor, flag: int
     ) -> Any:
-        """A copy of the metadata in which sparse rows read the group's selection and their tail.
+        """A copy of the metadata in which rows with the flag read the group's selection and
+        their tail.
 
         Its tables address pages of ``page_size`` tokens, dense rows' too.
         """
@@ -308,12 +315,13 @@ class CudaRuntime(DustinRuntime):
             buffers.selected[:num_reqs],
             contexts,
             metadata.seq_lens[:num_reqs],
-            self.buffers.row_info[0, :num_reqs],
+            self.buffers.row_info[flag, :num_reqs],
             settings.unit,
             settings.block_size,
             self._block_pages if settings.unit == 1 else None,
         )
-        all_sparse = rows and all(row.dense is None for row in rows)
+        info = self.buffers.row_info_host[flag, : len(rows)]
+        all_sparse = rows and bool(info.all())
         # Selection, unfilled unit, and at most 2 * gamma + 2 new tokens of verification and draft.
         longest = (group.budget_units + 1) * settings.unit + 2 * settings.gamma + 2
         compacted = metadata.replace(
@@ -327,9 +335,15 @@ class CudaRuntime(DustinRuntime):
     def _copy_row_info(self) -> None:
         host = self.buffers.row_info_host
         info = host.numpy()  # assigning to tensor elements one by one costs the host more
-        info[:] = ((0,), (self.scores.padding_index,), (0,))
+        info[:] = 0
+        info[SLOT] = self.scores.padding_index
         for i, row in enumerate(self.rows):
-            info[:, i] = row.dense is None, row.slot.index, row.needs_selection
+            info[:, i] = (
+                row.dense is None,
+                row.slot.index,
+                row.needs_selection,
+                row.drafts_sparsely,
+            )
         # vLLM prepares a step's inputs, this among them, only after the copies of the step
         # before have ended (GPUModelRunner.synchronize_input_prep), so the host may write again.
         self.buffers.row_info.copy_(host, non_blocking=True)
@@ -389,7 +403,7 @@ class CudaRuntime(DustinRuntime):
         """The device's part of ``begin_scoring``, for all rows of the metadata."""
         buffers, gamma = self.buffers, self.settings.gamma
         num_reqs = self._num_reqs = metadata.num_reqs
-        needs = buffers.row_info[2, :num_reqs]
+        needs = buffers.row_info[NEEDS_SELECTION, :num_reqs]
         contexts = buffers.contexts[:num_reqs]
         kept = buffers.target_queries.queries.unflatten(0, (-1, gamma + 1))
         if num_rejected is None:
@@ -419,11 +433,13 @@ class CudaRuntime(DustinRuntime):
 
     def compact_draft(self, metadata: Any) -> Any:
         group = self.settings.draft
-        if group is None or not (self._sparse or self.capturing):
+        if group is None or not (self._draft_sparse or self.capturing):
             return metadata
         num_reqs = self._num_reqs
         self._count_draft(self._passes)
-        return self._compact(metadata, num_reqs, group, self.buffers.verified[:num_reqs])
+        return self._compact(
+            metadata, num_reqs, group, self.buffers.verified[:num_reqs], DRAFT_SPARSELY
+        )
 
     def _count_draft(self, index: int) -> None:
         # Upper bounds: how many drafts were rejected is not known on the host.
@@ -441,7 +457,7 @@ class CudaRuntime(DustinRuntime):
         buffers.draft_queries.count = 0
         num_reqs = self._num_reqs
         contexts = buffers.contexts[:num_reqs]
-        needs = buffers.row_info[2, :num_reqs]
+        needs = buffers.row_info[NEEDS_SELECTION, :num_reqs]
         queries = buffers.draft_queries.queries.unflatten(0, (settings.gamma, -1))
         assert self._block_table is not None
         lookahead = buffers.lookahead[:num_reqs]
@@ -453,7 +469,7 @@ class CudaRuntime(DustinRuntime):
             contexts + settings.gamma * needs,
         )
         # Rows without a selection write too, but their slots are not marked as published.
-        slots = buffers.row_info[1, :num_reqs].long()
+        slots = buffers.row_info[SLOT, :num_reqs].long()
         for group in settings.groups:
             own = buffers.groups[group.name]
             selected = own.selected[:num_reqs]
@@ -497,7 +513,7 @@ class CudaRuntime(DustinRuntime):
             return None
         self.counters.draft_graphs += 1
         self.buffers.target_queries.count = 0
-        if self.settings.draft is not None and self._sparse:
+        if self._draft_sparse:
             for index in range(self.settings.gamma):
                 self._count_draft(index + 1)
         if self._scoring:
@@ -538,7 +554,7 @@ class CudaRuntime(DustinRuntime):
         whole = mass.shape[1] // unit * unit
         units = mass[:, :whole].view(num_reqs, -1, unit).sum(2)
         chosen = self.scores.selections[settings.target.name][
-            buffers.row_info[1, :num_reqs].long()
+            buffers.row_info[SLOT, :num_reqs].long()
         ].long()
         places = torch.arange(mass.shape[1], device=mass.device)[None]
         covered = units.gather(1, chosen).sum(1) + (mass * (places >= tail)).sum(1)

@@ -25,6 +25,7 @@ class DenseReason(str, Enum):
     SHORT_CONTEXT = "short_context"  # nothing to drop, or below dense_below
     NO_SELECTION = "no_selection"  # no selection was made in the sequence's previous step
     LONG_QUERY = "long_query"  # more new tokens than gamma + 1
+    REQUESTED = "requested"  # sparse_verification is off
 
 
 class LoopReason(str, Enum):

@@ -434,6 +434,18 @@ def test_sampling_with_a_temperature_runs_sparse(make_llm, target, draft):
     assert runtime_of(llm).stats()["sparse_rows"] > 0
 
 
+def test_dense_verification_with_a_sparse_draft_is_lossless(make_llm, target, draft):
+    expected = generate(make_llm(target, draft, None), PROMPTS)
+    llm = make_llm(target, draft, {**SPARSE, "draft_budget": 96, "sparse_verification": False})
+    assert generate(llm, PROMPTS) == expected
+    stats = runtime_of(llm).stats()
+    assert stats["sparse_rows"] == 0
+    assert stats["dense_rows"]["requested"] > 20
+    assert stats["kv_tokens_read"] == stats["kv_tokens_full"]
+    assert stats["draft_kv_tokens_read"] < 0.8 * stats["draft_kv_tokens_full"]
+    assert acceptance(llm)[1] > 0
+
+
 class BodyAgain(DraftGraphs):
     """Records nothing: a replay runs the body again."""
 

@@ -274,6 +274,18 @@ def test_budget_above_context_equals_stock(start, prompts, mode):
     assert runtime_of(llm).stats()["sparse_rows"] == 0
 
 
+@pytest.mark.parametrize("mode", [EAGER, GRAPHS], ids=["eager", "graphs"])
+def test_dense_verification_with_a_sparse_draft_is_lossless(start, prompts, mode):
+    expected = generate(start(None, **mode), prompts)
+    budget = SPARSE["budget"]
+    llm = start({**SPARSE, "draft_budget": budget, "sparse_verification": False}, **mode)
+    assert_agree(generate(llm, prompts), expected)
+    stats = runtime_of(llm).stats()
+    assert stats["sparse_rows"] == 0
+    assert stats["dense_rows"]["requested"] > 20
+    assert stats["draft_kv_tokens_read"] < stats["draft_kv_tokens_full"]
+
+
 def test_output_does_not_depend_on_the_batch(start, prompts):
     llm = start(SPARSE, **GRAPHS, enable_prefix_caching=False)
     together = generate(llm, prompts)

@@ -51,11 +51,11 @@ def test_token_pages_address_every_token_of_every_block(layout):
 
 def test_query_buffer_keeps_the_rows_and_heads_that_are_asked_for():
     heads = HeadSet(((1, (0, 3)), (4, (0, 1, 2, 3))))
-    buffer = QueryBuffer(heads, 6, 8, torch.float32, "cpu")
+    buffer = QueryBuffer(heads, 6, 8, torch.float32, DEVICE)
     layers = {i: SimpleNamespace(impl=SimpleNamespace(num_heads=4)) for i in range(5)}
     buffer.attach(layers)
-    buffer.rows[:3] = torch.tensor([5, 2, 0])
-    query = torch.randn(7, 4, 8)
+    buffer.rows[:3] = torch.tensor([5, 2, 0], device=DEVICE)
+    query = torch.randn(7, 4, 8, device=DEVICE)
     buffer.take(layers[1].impl, query)
     assert not buffer.queries.any()  # nothing is asked for
     buffer.count, buffer.first_place = 3, 2

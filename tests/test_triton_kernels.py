@@ -482,6 +482,39 @@ def test_selection_refuses_what_does_not_fit() -> None:
         kernels.select_workspace(1, 64, 3, 8, 4, DEVICE)
 
 
+# ---- kept queries ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(("heads", "chosen"), [(14, [0, 3, 13]), (8, list(range(8))), (2, [1])])
+def test_gathered_queries(dtype, head_dim, heads, chosen) -> None:
+    packed = torch.randn(37, 3 * heads, head_dim).to(dtype)
+    queries = packed[:, heads : 2 * heads]  # as a slice of a fused projection
+    rows = torch.randint(0, 37, (11,))
+    buffer = torch.full((15, len(chosen) + 2, head_dim), float("nan"), dtype=dtype)
+    kernels.gather_queries(buffer[2:13, 1:-1], queries, rows, int32(chosen))
+    assert torch.equal(buffer[2:13, 1:-1], queries[rows][:, chosen])
+    untouched = torch.ones(buffer.shape, dtype=torch.bool)
+    untouched[2:13, 1:-1] = False
+    assert buffer[untouched].isnan().all()
+
+
+def test_gathering_refuses_what_does_not_fit() -> None:
+    out, queries = torch.zeros(3, 2, 64), torch.zeros(5, 4, 64)
+    rows, heads = torch.zeros(3, dtype=torch.int64), int32([0, 1])
+    with pytest.raises(ValueError, match=r"queries .* do not fit out"):
+        kernels.gather_queries(out, queries.half(), rows, heads)
+    with pytest.raises(ValueError, match=r"rows must be \[3\]"):
+        kernels.gather_queries(out, queries, rows[:2], heads)
+    with pytest.raises(ValueError, match=r"heads must be \[2\] torch.int32"):
+        kernels.gather_queries(out, queries, rows, heads.long())
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.gather_queries(
+            out.transpose(1, 2).contiguous().transpose(1, 2), queries, rows, heads
+        )
+
+
 # ---- compaction -----------------------------------------------------------------------------
 
 

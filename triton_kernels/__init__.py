@@ -8,6 +8,7 @@ imports Triton; the plugin's entry point must not do that.
 """
 
 from dustin_vllm.triton_kernels.compact import compact
+from dustin_vllm.triton_kernels.gather import gather_queries
 from dustin_vllm.triton_kernels.score import (
     ScoringPlan,
     ScoringWorkspace,
@@ -26,6 +27,7 @@ __all__ = [
     "ScoringWorkspace",
     "SelectionWorkspace",
     "compact",
+    "gather_queries",
     "merge_and_select",
     "scoring_plan",
     "select_workspace",

@@ -35,15 +35,21 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-PLAIN, STOCK, LOOP, DUSTIN = "plain", "stock", "loop", "dustin"
-MODES = (PLAIN, STOCK, LOOP, DUSTIN)
+PLAIN, STOCK, LOSSLESS, LOOP, DUSTIN = "plain", "stock", "lossless", "loop", "dustin"
+MODES = (PLAIN, STOCK, LOSSLESS, LOOP, DUSTIN)
 TITLES = {
     PLAIN: "plain decoding",
     STOCK: "stock speculation",
+    LOSSLESS: "Dustin, dense verification",
     LOOP: "Dustin, draft_graphs off",
     DUSTIN: "Dustin",
 }
-OURS = (LOOP, DUSTIN)
+# What each of our modes changes in the settings.
+OURS: dict[str, dict[str, Any]] = {
+    LOSSLESS: {"sparse_verification": False},
+    LOOP: {"draft_graphs": False},
+    DUSTIN: {},
+}
 
 DEFAULT_ACCEPTANCE = 4.0
 BATCHED_TOKENS = 8192
@@ -181,6 +187,7 @@ def make_jobs(options: EngineOptions, folder: Path, on_cpu: bool) -> list[Job]:
     dummy = options.model is None
     settings: dict[str, Any] = {
         "budget": options.budget,
+        "draft_budget": options.budget,
         "granularity": options.granularity,
         "dense_below": 0,
     }
@@ -234,11 +241,7 @@ def make_jobs(options: EngineOptions, folder: Path, on_cpu: bool) -> list[Job]:
             max_tokens=max_tokens,
             gamma=options.gamma,
             acceptance=acceptance,
-            dustin={
-                **settings,
-                **options.dustin,
-                **({"draft_graphs": False} if mode == LOOP else {}),
-            },
+            dustin={**settings, **options.dustin, **OURS.get(mode, {})},
             steps=options.steps,
             share_prompt=options.share_prompt,
             enforce_eager=options.enforce_eager,
@@ -317,6 +320,7 @@ OWN_KERNELS = {
     "_candidates_kernel": "selection",
     "_select_kernel": "selection",
     "_compact_kernel": "compaction",
+    "_gather_kernel": "scoring",
 }
 # Parts of lower-case kernel names; the first that fits decides. FlashAttention is built on
 # CUTLASS, and the kernel that writes the KV cache has "flash" in its name.
@@ -592,6 +596,7 @@ def run_job(job: Job) -> dict[str, Any]:
         try:
             profile = _profile(llm, rows)
             profile["busy_share"] = profile["busy_ms"] / result["ms_per_step"]
+            profile["idle_ms"] = max(0.0, result["ms_per_step"] - profile["busy_ms"])
             result["profile"] = profile
         except Exception as error:  # a profiler that cannot run must not cost the measurement
             result["profile_error"] = f"{type(error).__name__}: {error}"
@@ -656,9 +661,9 @@ def run_worker(job: Job, options: EngineOptions) -> dict[str, Any]:
 def sparse_refusal(stats: Mapping[str, Any]) -> str | None:
     """Why Dustin's numbers must not be reported, or None."""
     rows, sparse = stats.get("verification_rows", 0), stats.get("sparse_rows", 0)
-    if rows and sparse >= MIN_SPARSE_SHARE * rows:
-        return None
     reasons = {why: n for why, n in stats.get("dense_rows", {}).items() if n}
+    if rows and sparse + reasons.get("requested", 0) >= MIN_SPARSE_SHARE * rows:
+        return None
     return f"only {sparse} of {rows} verification rows were sparse; dense rows: {reasons or 'none'}"
 
 
@@ -700,6 +705,7 @@ def make_table(title: str, results: Mapping[str, Mapping[str, Any]]) -> Table:
     row("context, mean", ((r["context_at_start"] + r["context_at_end"]) / 2 for r in every), ".0f")
     row("GPU busy, ms per step", (p.get("busy_ms") for p in profiles), ".2f")
     row("GPU busy share", (p.get("busy_share") for p in profiles), ".0%")
+    row("GPU idle, ms per step", (p.get("idle_ms") for p in profiles), ".2f")
     row("  in propose, busy ms", (p.get("draft_busy_ms") for p in profiles), ".2f")
     row("  in propose, span ms", (p.get("draft_span_ms") for p in profiles), ".2f")
     row("kernels per step", (p.get("kernels") for p in profiles), ".0f")
@@ -712,6 +718,9 @@ def make_table(title: str, results: Mapping[str, Mapping[str, Any]]) -> Table:
     stats = [result["stats"] for result in every]
     row("sparse rows", (s.get("sparse_rows") for s in stats))
     row("verification rows", (s.get("verification_rows") for s in stats))
+    row("draft graphs", (s.get("draft_graphs") for s in stats))
+    by_draft = ("draft_kv_tokens_read", "draft_kv_tokens_full")
+    row("KV tokens read by the draft", (_share(s, *by_draft) for s in stats), ".1%")
     row("KV tokens read", (_share(s, "kv_tokens_read", "kv_tokens_full") for s in stats), ".1%")
     return table
 
@@ -784,6 +793,8 @@ def run_engine(
     """
     import torch
 
+    from dustin_vllm.demo_models import cache_folder
+
     results: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
 
@@ -791,34 +802,35 @@ def run_engine(
         failures.append(message)
         errors.print(f"Error: {message}", style="red", markup=False, highlight=False)
 
-    with tempfile.TemporaryDirectory(prefix="dustin-bench-") as folder:
+    # The same folder every time: vLLM's compile cache goes by it.
+    folder = cache_folder() / "bench" / f"{options.preset}-{options.layers}-{options.draft_vocab}"
+    try:
+        jobs = make_jobs(options, folder, on_cpu=not torch.cuda.is_available())
+    except (BenchError, OSError) as error:
+        fail(str(error))
+        return 1
+    for job in jobs:
+        errors.print(f"{TITLES[job.mode]} ...")
         try:
-            jobs = make_jobs(options, Path(folder), on_cpu=not torch.cuda.is_available())
+            result = run_worker(job, options)
+            why = sparse_refusal(result["stats"]) if job.mode in OURS else None
+            if why is None:
+                results[job.mode] = result
+                errors.print(
+                    f"  {result['tokens_per_second']:.0f} tokens/s (load "
+                    f"{result['load_seconds']:.0f} s, prefill "
+                    f"{result['prefill_seconds']:.0f} s)"
+                )
+                if "profile_error" in result:
+                    errors.print(f"  no profile: {result['profile_error']}", markup=False)
+            else:
+                fail(f"{TITLES[job.mode]}: {why}")
         except BenchError as error:
             fail(str(error))
-            return 1
-        for job in jobs:
-            errors.print(f"{TITLES[job.mode]} ...")
-            try:
-                result = run_worker(job, options)
-                why = sparse_refusal(result["stats"]) if job.mode in OURS else None
-                if why is None:
-                    results[job.mode] = result
-                    errors.print(
-                        f"  {result['tokens_per_second']:.0f} tokens/s (load "
-                        f"{result['load_seconds']:.0f} s, prefill "
-                        f"{result['prefill_seconds']:.0f} s)"
-                    )
-                    if "profile_error" in result:
-                        errors.print(f"  no profile: {result['profile_error']}", markup=False)
-                else:
-                    fail(f"{TITLES[job.mode]}: {why}")
-            except BenchError as error:
-                fail(str(error))
-            add_ratios(results)
-            if json_file is not None:
-                data = report(options, jobs, results, failures)
-                json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        add_ratios(results)
+        if json_file is not None:
+            data = report(options, jobs, results, failures)
+            json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     if results:
         what = options.preset if options.model is None else options.model.name
         title = f"{what}, batch {options.batch}, {options.context} tokens, γ = {options.gamma}"
