@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -48,10 +48,9 @@ class DustinConfig(BaseModel):
     budget: int = Field(
         1024, ge=1, description="Context tokens a sparse row reads, sinks and recent included."
     )
-    draft_budget: int | None = Field(
-        None,
-        ge=1,
-        description="Context tokens that the draft reads per pass in sparse rows; at most the "
+    draft_budget: int | Literal["budget"] | None = Field(
+        "budget",
+        description="Context tokens that the draft reads per pass in sparse rows, at most the "
         "budget. None: all.",
     )
     granularity: Literal["auto", "block", "token"] = Field(
@@ -91,8 +90,8 @@ class DustinConfig(BaseModel):
     )
     sparse_verification: bool = Field(
         True,
-        description="False: verify densely and let only the draft read a selection, which "
-        "needs draft_budget. Output is then that of vLLM's own speculation.",
+        description="False: verify densely, and let only the draft read a selection. "
+        "Output is then that of vLLM's own speculation.",
     )
     draft_graphs: bool = Field(
         True,
@@ -102,6 +101,14 @@ class DustinConfig(BaseModel):
     profile: str | None = Field(
         None, description="Name of a shipped profile, or the path of a profile file."
     )
+
+    @field_validator("draft_budget", mode="before")
+    @classmethod
+    def _check_draft_budget(cls, value: Any) -> Any:
+        number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not number and value not in ("budget", None):
+            raise ValueError("must be a number of tokens from 1, 'budget', or null for all")
+        return value
 
 
 class Profile(BaseModel):
@@ -132,7 +139,8 @@ def _explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
             lines.append(f"{name} is not a setting ({hint})")
         else:
-            lines.append(f"{name}={item['input']!r}: {item['msg']}")
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{name}={item['input']!r}: {message}")
     return "; ".join(lines)
 
 
@@ -410,10 +418,12 @@ def _draft_group(config: DustinConfig, unit: int, target: LayerGroup) -> LayerGr
     if config.draft_budget is None:
         if not config.sparse_verification:
             raise ConfigError(
-                "dustin.sparse_verification=false without draft_budget selects for nobody; set "
-                f"draft_budget, for example to {config.budget}"
+                "dustin.sparse_verification=false with draft_budget=null selects for nobody; "
+                "leave out draft_budget"
             )
         return None
+    if config.draft_budget == "budget":
+        return target
     units = _budget_units(config, "draft_budget", config.draft_budget, unit)
     if units > target.budget_units:
         raise ConfigError(

@@ -30,7 +30,12 @@ def build(target, draft, dustin, **kw):
         ({"budget": 16}, "dustin.budget=16 is less than one unit of 32.*32 or more"),
         ({"budget": 64}, "budget=64.*cannot hold sinks=4 and recent=64.*96 or more"),
         ({"budget": 256, "draft_budget": 300}, "draft_budget=300 exceeds budget=256"),
-        ({"sparse_verification": False}, "selects for nobody; set draft_budget"),
+        (
+            {"sparse_verification": False, "draft_budget": None},
+            "draft_budget=null selects for nobody; leave out draft_budget",
+        ),
+        ({"draft_budget": 0}, "dustin.draft_budget=0: must be a number of tokens from 1"),
+        ({"draft_budget": "all"}, "draft_budget='all': must be .* 'budget', or null"),
         ({"draft_budget": 64}, "draft_budget=64.*cannot hold.*set draft_budget to 96"),
         ({"granularity": "token"}, "granularity='token' needs a GPU"),
         ({"profile": "no-such-pair"}, "profile='no-such-pair': neither a shipped profile"),

@@ -248,7 +248,7 @@ def test_sparse_rows_read_the_selection_only(make_llm, target, draft, spy):
     assert accepted > 0
 
 
-@pytest.mark.parametrize("draft_budget", [SPARSE["budget"], 96])
+@pytest.mark.parametrize("draft_budget", ["budget", 96])
 def test_sparse_drafting_reads_the_drafts_selection_only(
     make_llm, target, draft, spy, draft_budget
 ):
@@ -436,7 +436,7 @@ def test_sampling_with_a_temperature_runs_sparse(make_llm, target, draft):
 
 def test_dense_verification_with_a_sparse_draft_is_lossless(make_llm, target, draft):
     expected = generate(make_llm(target, draft, None), PROMPTS)
-    llm = make_llm(target, draft, {**SPARSE, "draft_budget": 96, "sparse_verification": False})
+    llm = make_llm(target, draft, {**SPARSE, "sparse_verification": False})
     assert generate(llm, PROMPTS) == expected
     stats = runtime_of(llm).stats()
     assert stats["sparse_rows"] == 0

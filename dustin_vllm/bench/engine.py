@@ -187,7 +187,6 @@ def make_jobs(options: EngineOptions, folder: Path, on_cpu: bool) -> list[Job]:
     dummy = options.model is None
     settings: dict[str, Any] = {
         "budget": options.budget,
-        "draft_budget": options.budget,
         "granularity": options.granularity,
         "dense_below": 0,
     }
