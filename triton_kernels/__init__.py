@@ -7,6 +7,11 @@ in a CUDA graph and replayed with other values in the same buffers. Importing th
 imports Triton; the plugin's entry point must not do that.
 """
 
+from dustin_vllm.triton_kernels.attention import (
+    AttentionWorkspace,
+    attention_workspace,
+    paged_attention,
+)
 from dustin_vllm.triton_kernels.compact import compact
 from dustin_vllm.triton_kernels.gather import gather_queries
 from dustin_vllm.triton_kernels.score import (
@@ -23,12 +28,15 @@ from dustin_vllm.triton_kernels.select import (
 )
 
 __all__ = [
+    "AttentionWorkspace",
     "ScoringPlan",
     "ScoringWorkspace",
     "SelectionWorkspace",
+    "attention_workspace",
     "compact",
     "gather_queries",
     "merge_and_select",
+    "paged_attention",
     "scoring_plan",
     "select_workspace",
     "token_scores",

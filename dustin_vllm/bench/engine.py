@@ -794,6 +794,8 @@ def run_engine(
 
     from dustin_vllm.demo_models import cache_folder
 
+    # Ended by a signal, it must end its worker too, which would keep the GPU's memory.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
 
