@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from dustin_vllm.runtime_cuda import CudaRuntime, QueryBuffer
+    from dustin_vllm.triton_kernels import AttentionWorkspace
 
 
 class DustinCudaAttentionBackend(FlashAttentionBackend):
@@ -61,9 +62,11 @@ class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
             # vLLM also builds for the draft's layers in every target step, and nobody reads
             # it: at least do not launch a scheduling kernel for it.
             skip_schedule = fast_build or self.draft_only
-            metadata = super().build(common_prefix_len, common_attn_metadata, skip_schedule)
-            metadata.dustin_compacted = _is_compacted(common_attn_metadata)
-            return metadata
+            return self._finish(
+                super().build(common_prefix_len, common_attn_metadata, skip_schedule),
+                common_attn_metadata,
+                self.draft_runtime,
+            )
         planned = self.runtime.plan_verification(common_attn_metadata)
         compacted = _is_compacted(planned)
         self.block_size = self.runtime.page_size if compacted else self.kv_cache_spec.block_size
@@ -71,8 +74,18 @@ class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
             # The same number for one batch size at capture and at replay: the schedule is made
             # outside the graph, the kernel's own number is inside.
             self.max_num_splits = self.runtime.num_splits(planned.num_reqs)
-        metadata = super().build(0, planned, fast_build)
-        metadata.dustin_compacted = compacted
+        fast_build |= self.runtime.use_triton(planned)  # FlashAttention's schedule is not needed
+        return self._finish(super().build(0, planned, fast_build), planned, self.runtime)
+
+    @staticmethod
+    def _finish(
+        metadata: FlashAttentionMetadata,
+        common: CommonAttentionMetadata,
+        runtime: CudaRuntime | None,
+    ) -> FlashAttentionMetadata:
+        """Note what the layers have to know."""
+        metadata.dustin_compacted = _is_compacted(common)
+        metadata.dustin_triton = runtime is not None and runtime.use_triton(common)
         return metadata
 
     def build_for_drafting(
@@ -88,7 +101,7 @@ class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
             self.block_size = runtime.page_size if compacted else self.kv_cache_spec.block_size
             if self.use_full_cuda_graph and self.aot_schedule:
                 self.max_num_splits = runtime.draft_splits()
-            if runtime.capturing:
+            if runtime.capturing and not runtime.use_triton(common_attn_metadata):
                 # In a graph one scheduling kernel for all layers replaces one for each.
                 return self.build(0, common_attn_metadata)
         return super().build_for_drafting(common_attn_metadata, draft_index)
@@ -101,6 +114,7 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
     """The stock kernel; scoring layers also keep the queries that are asked for."""
 
     capture: QueryBuffer | None = None  # set on scoring layers, see runtime.attach
+    workspace: AttentionWorkspace | None = None  # of our kernel, see CudaRuntime
     token_pages = False  # whether compacted tables address single tokens
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -119,6 +133,7 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         attn_metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
@@ -127,4 +142,9 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
                 self.capture.take(self, query)
             if self.token_pages and attn_metadata.dustin_compacted:
                 kv_cache = runtime_cuda.token_pages(kv_cache)
-        return super().forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
+            if attn_metadata.dustin_triton:
+                runtime_cuda.attend(self, query, kv_cache, attn_metadata, output)
+                return output
+        return super().forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+        )

@@ -93,6 +93,11 @@ class DustinConfig(BaseModel):
         description="False: verify densely, and let only the draft read a selection. "
         "Output is then that of vLLM's own speculation.",
     )
+    verify_kernel: Literal["auto", "flash", "triton"] = Field(
+        "auto",
+        description="Attention kernel of batches that only verify, and of their draft passes: "
+        "FlashAttention or ours in Triton.",
+    )
     draft_graphs: bool = Field(
         True,
         description="Capture all draft passes of a verification batch, and the scoring around "

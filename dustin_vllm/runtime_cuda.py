@@ -21,9 +21,13 @@ from dustin_vllm.draft_graphs import DraftGraphs, DraftInputs, draft_inputs
 from dustin_vllm.runtime import DustinRuntime
 from dustin_vllm.state import LoopReason
 from dustin_vllm.triton_kernels import (
+    MAX_QUERY_ROWS,
+    AttentionWorkspace,
+    attention_workspace,
     compact,
     gather_queries,
     merge_and_select,
+    paged_attention,
     scoring_plan,
     select_workspace,
     token_scores,
@@ -34,6 +38,8 @@ logger = logging.getLogger("vllm.dustin_vllm")
 
 GRAPH_SPLITS = 32  # vLLM's upper bound on FlashAttention's KV splits under CUDA graphs
 SCORE_SCRATCH_BYTES = 96 << 20
+MAX_SPLITS = 8  # of our kernel
+ATTENTION_PARTS = 1024  # programs of our kernel that may hold a part of a row at once
 # Rows of Buffers.row_info: flags, and the slot in SequenceScores.
 VERIFY_SPARSELY, SLOT, NEEDS_SELECTION, DRAFT_SPARSELY = range(4)
 
@@ -125,12 +131,14 @@ class Buffers:
     draft_queries: QueryBuffer  # gamma * R places, pass by pass
     groups: dict[str, GroupBuffers]
     draft_inputs: DraftInputs
+    attention: dict[str, AttentionWorkspace]  # by model; of the Triton kernel, if it is used
     recovery: torch.Tensor  # [2] fp32: sum, samples
 
     def num_bytes(self) -> int:
         """Device memory of all buffers."""
         holders = [self, self.draft_inputs, *self.groups.values()]
         holders += [group.select for group in self.groups.values()]
+        holders += self.attention.values()
         tensors = [v for h in holders for v in vars(h).values() if isinstance(v, torch.Tensor)]
         for query_buffer in (self.target_queries, self.draft_queries):
             tensors += [query_buffer.queries, query_buffer.rows]
@@ -190,12 +198,75 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
             for group in settings.groups
         },
         draft_inputs=draft_inputs(rows, gamma, -(-context // settings.block_size), device),
+        attention=_attention_workspaces(vllm_config, settings, rows, device),
         recovery=zeros(2, dtype=torch.float32),
     )
     # The previous engine of this process, if any, is gone or has its own reference.
     _reserved.clear()
     _reserved[key] = (speculative, buffers)
     return buffers
+
+
+def _attention_workspaces(
+    vllm_config: Any, settings: Settings, rows: int, device: torch.device
+) -> dict[str, AttentionWorkspace]:
+    """Scratch of the Triton kernel for both models; empty if FlashAttention is used."""
+    if not uses_triton(settings):
+        return {}
+    speculative = vllm_config.speculative_config
+    made = {}
+    for name, model, queries in (
+        ("target", vllm_config.model_config, settings.gamma + 1),
+        ("draft", speculative.draft_model_config, settings.gamma + 2),
+    ):
+        heads = model.get_num_attention_heads(vllm_config.parallel_config)
+        kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
+        query_rows = queries * heads // kv_heads
+        if query_rows > MAX_QUERY_ROWS:
+            raise config.ConfigError(
+                f"dustin.verify_kernel='triton': {queries} queries of {heads // kv_heads} heads "
+                f"that share a key head are {query_rows} rows, at most {MAX_QUERY_ROWS} are "
+                "supported; use 'flash', or lower num_speculative_tokens"
+            )
+        made[name] = attention_workspace(
+            rows, kv_heads, query_rows, model.get_head_size(), ATTENTION_PARTS, device
+        )
+    return made
+
+
+def uses_triton(settings: Settings) -> bool:
+    """Whether batches that only verify use our attention kernel."""
+    return settings.config.verify_kernel == "triton"
+
+
+def attend(impl: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, out: Any) -> None:
+    """Our kernel in FlashAttention's place, for one layer.
+
+    Args:
+        impl: the layer's attention, whose ``workspace`` runtime.attach has set.
+        query, out: [T, Hq, D]; rows of padding are not written.
+        kv_cache: pages of what metadata.block_table addresses, [pages, Hkv, page size, 2 * D].
+    """
+    keys, values = kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
+    paged_attention(
+        out,
+        query,
+        keys,
+        values,
+        metadata.block_table,
+        metadata.seq_lens,
+        metadata.query_start_loc,
+        metadata.max_query_len,
+        impl.scale,
+        impl.workspace,
+        _splits(metadata.seq_lens.shape[0] * impl.num_kv_heads, query.device),
+    )
+
+
+def _splits(pairs: int, device: torch.device) -> int:
+    """Programs per sequence and key head: two for every multiprocessor in all."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(MAX_SPLITS, 2 * multiprocessors // pairs))
 
 
 class CudaRuntime(DustinRuntime):
@@ -217,6 +288,9 @@ class CudaRuntime(DustinRuntime):
         self._kv_heads = target_layers[0].impl.num_kv_heads
         self.buffers.target_queries.attach(target_layers)
         self.buffers.draft_queries.attach(draft_layers)
+        for name, layers in (("target", target_layers), ("draft", draft_layers)):
+            for layer in layers.values():
+                layer.impl.workspace = self.buffers.attention.get(name)
         self._places = torch.arange(self.buffers.max_rows, device=runner.device)
         self._offsets = torch.arange(settings.gamma + 1, device=runner.device)
         self._plans: dict[str, tuple[Any, Any]] = {}  # scoring plans and scratch, by model
@@ -251,6 +325,12 @@ class CudaRuntime(DustinRuntime):
         """The same for the draft. Its heads are few and its layers short: one split reads a
         selection faster than two kernels do."""
         return GRAPH_SPLITS if self.settings.draft is None else 1
+
+    def use_triton(self, metadata: Any) -> bool:
+        """Whether our attention kernel serves a pass: short queries over compacted tables."""
+        short = metadata.max_query_len <= self.settings.gamma + 2
+        compacted = getattr(metadata, "dustin_compacted", False)
+        return bool(self.buffers.attention) and compacted and short
 
     # ---- verification -------------------------------------------------------------------
 

@@ -97,7 +97,8 @@ def once(record, calls, seconds, poison=None):
     return bench.Timing(10.0, 9.0, 11.0)
 
 bench.flash_attention, bench.time_graph = attend, once
-bench.SMALL_PASSES, bench.DENSE_SPLITS, bench.SPARSE_SPLITS = 1, (0,), (1,)
+bench.SMALL_PASSES, bench.DENSE_SPLITS = 1, (0,)
+bench.KERNELS = {"flash": (attend, (1,)), "triton": (bench.triton_attention, (1, 2))}
 options = bench.AttentionOptions(
     ModelShape(4, 8, 2, 32), ModelShape(2, 4, 2, 16), (1, 2), (2, 2), 2, (2,), 210, (128,),
     sinks=4, recent=32,
@@ -111,7 +112,11 @@ SOUND = """
 assert not bench.refusal([result]), bench.refusal([result])
 assert set(result["errors"]) == {
     "dense, num_splits 0", "dense one query, num_splits 0", "history scores", "lookahead scores",
-    "sparse, block 128, num_splits 1", "sparse, token 128, num_splits 1",
+    *(
+        f"sparse, {unit} 128, {kernel}"
+        for unit in ("block", "token")
+        for kernel in ("flash, num_splits 1", "triton, num_splits 1", "triton, num_splits 2")
+    ),
 }, result["errors"]
 assert [s["kv_tokens"] for s in result["sparse"]] == [
     sum(128 + n % unit + 3 for n in batch.contexts.tolist()) for unit in (16, 1)

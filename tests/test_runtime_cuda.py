@@ -94,14 +94,16 @@ def int32(values, device=DEVICE) -> torch.Tensor:
 class FakeEngine:
     """Runs CudaRuntime's steps with random queries, keys and acceptance."""
 
-    def __init__(self, monkeypatch, unit: int, draft_units: int | None) -> None:
+    def __init__(
+        self, monkeypatch, unit: int, draft_units: int | None, kernel: str = "flash"
+    ) -> None:
         budget = 96 // unit
         target = LayerGroup("target", budget, budget // 2)
         draft = None
         if draft_units is not None:
             draft = LayerGroup("draft", draft_units, draft_units // 3)
         self.settings = Settings(
-            config=DustinConfig(budget=96, sinks=4, recent=16, dense_below=0),
+            config=DustinConfig(budget=96, sinks=4, recent=16, dense_below=0, verify_kernel=kernel),
             gamma=GAMMA,
             unit=unit,
             block_size=BLOCK,
@@ -113,10 +115,16 @@ class FakeEngine:
         )
         monkeypatch.setattr(runtime_cuda.config, "resolve", lambda _: self.settings)
         self.layers = {model: {i: self.layer() for i in range(2)} for model in ("target", "draft")}
-        model = SimpleNamespace(
-            get_head_size=lambda: HEAD_DIM, dtype=torch.float32, max_model_len=512
+        model, draft_model = (
+            SimpleNamespace(
+                get_head_size=lambda: HEAD_DIM,
+                get_num_attention_heads=lambda parallel: 4,
+                get_num_kv_heads=lambda parallel: 2,
+                dtype=torch.float32,
+                max_model_len=512,
+            )
+            for _ in range(2)
         )
-        draft_model = SimpleNamespace(get_head_size=lambda: HEAD_DIM, dtype=torch.float32)
         scheduler = SimpleNamespace(max_num_seqs=3)
         self.runner = SimpleNamespace(
             device=torch.device(DEVICE),
@@ -128,6 +136,7 @@ class FakeEngine:
                 speculative_config=SimpleNamespace(draft_model_config=draft_model),
                 model_config=model,
                 scheduler_config=scheduler,
+                parallel_config=None,
             ),
         )
         self.runtime = CudaRuntime(
@@ -276,6 +285,56 @@ def test_steps_of_the_cuda_runtime_equal_the_reference(monkeypatch, unit, draft_
         assert stats["draft_kv_tokens_read"] < stats["draft_kv_tokens_full"]
         engine.check_compacted(planned, full, contexts, settings.target, sparse)
         engine.check_compacted(drafted[-1], full, contexts, settings.draft, sparse)
+
+
+@pytest.mark.parametrize("unit", [1, 16])
+def test_our_kernel_attends_to_the_selection_and_the_tail(monkeypatch, unit):
+    engine = FakeEngine(monkeypatch, unit, None, "triton")
+    monkeypatch.setattr(runtime_cuda, "_splits", lambda pairs, device: 2)
+    runtime = engine.runtime
+    engine.runner.input_batch.req_ids = ["a", "b"]
+    for name, tokens in (("a", 201), ("b", 132)):
+        engine.runner.requests[name] = SimpleNamespace(num_tokens=tokens, output_token_ids=[0])
+    engine.step([200, 131], [1, 1], [0, 0])
+    for name in ("a", "b"):
+        engine.runner.requests[name].num_tokens += 1
+    contexts, new = [201, 132], [3, 2]
+    metadata = engine.metadata(contexts, new)
+    planned = runtime.plan_verification(metadata)
+    assert runtime.use_triton(planned)
+    assert not runtime.use_triton(metadata)
+    long = planned.replace(max_query_len=GAMMA + 3)
+    long.dustin_compacted = True
+    assert not runtime.use_triton(long)
+    layer = engine.layers["target"][1]
+    query = torch.randn(7, 4, HEAD_DIM, device=DEVICE)  # two rows of padding
+    out = torch.full_like(query, torch.nan)
+    planned.block_table = planned.block_table_tensor
+    cache = token_pages(layer.kv_cache) if unit == 1 else layer.kv_cache
+    runtime_cuda.attend(layer.impl, query, cache, planned, out)
+    for i, row in enumerate(runtime.rows):
+        assert row.dense is None
+        length = contexts[i] + new[i]
+        blocks = layer.kv_cache[engine.table[i].long()].transpose(1, 2).flatten(0, 1)[:length]
+        keys, values = blocks.cpu().split(HEAD_DIM, dim=-1)
+        span = slice(sum(new[:i]), sum(new[: i + 1]))
+        wanted = reference.sparse_attention(
+            query[span].cpu(),
+            keys,
+            values,
+            layer.impl.scale,
+            runtime.scores.selections["target"][row.slot.index].tolist(),
+            contexts[i],
+            unit,
+        )
+        assert torch.allclose(out[span].cpu(), wanted, atol=1e-5)
+    assert out[5:].isnan().all()
+
+
+def test_our_kernel_refuses_too_many_queries(monkeypatch):
+    monkeypatch.setattr(runtime_cuda, "MAX_QUERY_ROWS", 7)
+    with pytest.raises(runtime_cuda.config.ConfigError, match="use 'flash', or lower num_spec"):
+        FakeEngine(monkeypatch, 16, None, "triton")
 
 
 def test_a_graph_is_captured_with_the_compacted_table(monkeypatch):

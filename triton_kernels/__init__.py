@@ -8,6 +8,7 @@ imports Triton; the plugin's entry point must not do that.
 """
 
 from dustin_vllm.triton_kernels.attention import (
+    MAX_QUERY_ROWS,
     AttentionWorkspace,
     attention_workspace,
     paged_attention,
@@ -28,6 +29,7 @@ from dustin_vllm.triton_kernels.select import (
 )
 
 __all__ = [
+    "MAX_QUERY_ROWS",
     "AttentionWorkspace",
     "ScoringPlan",
     "ScoringWorkspace",

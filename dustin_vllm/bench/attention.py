@@ -3,7 +3,7 @@
 
 The dense side is what stock vLLM runs: FlashAttention 3 over 16-token pages with an ahead-of-
 time schedule, at the better of its two settings of ``num_splits``. The sparse side is the same
-kernel over block tables that this package's kernels scored, selected and compacted. Both are
+kernel, and this package's, over block tables that were scored, selected and compacted. All are
 timed as CUDA-graph replays over several layers' caches in turn, so that the L2 cache does not
 serve what HBM must serve in a model, and the outputs of those very replays are checked.
 """
@@ -32,6 +32,7 @@ BLOCK = 16  # tokens of a KV-cache block, vLLM's default on CUDA
 DTYPE = torch.bfloat16
 DENSE_SPLITS = (0, 32)  # FA3's heuristics; vLLM's bound under full CUDA graphs
 SPARSE_SPLITS = (1, 4, 8, 32, 0)
+TRITON_SPLITS = (1, 2, 4, 8)
 TOLERANCE = 1e-2  # relative norm; bf16 operands give 2e-3 to 3e-3
 MIN_OVERLAP = 0.99  # of a selection with the reference's, up to rounding of near ties
 MIN_LAYERS, MAX_LAYERS = 4, 64
@@ -240,6 +241,48 @@ def flash_attention(call: Call, num_splits: int) -> Callable[[torch.Tensor], obj
         )
 
     return run
+
+
+def triton_attention(call: Call, num_splits: int) -> Callable[[torch.Tensor], object]:
+    """This package's kernel."""
+    from dustin_vllm.triton_kernels import attention_workspace, paged_attention
+
+    rows, width, heads, head_dim = call.queries.shape
+    queries, out = call.queries.view(-1, heads, head_dim), call.out.view(-1, heads, head_dim)
+    kv_heads = call.shape.kv_heads
+    workspace = attention_workspace(
+        rows,
+        kv_heads,
+        width * heads // kv_heads,
+        head_dim,
+        rows * kv_heads * num_splits,
+        queries.device,
+    )
+
+    def run(cache: torch.Tensor) -> None:
+        keys, values = call.views(cache)
+        paged_attention(
+            out,
+            queries,
+            keys,
+            values,
+            call.table,
+            call.lens,
+            call.starts,
+            width,
+            head_dim**-0.5,
+            workspace,
+            num_splits,
+        )
+
+    return run
+
+
+# What a sparse call can run on, and the numbers of splits to try.
+KERNELS: dict[str, tuple[Attention, Sequence[int]]] = {
+    "flash": (flash_attention, SPARSE_SPLITS),
+    "triton": (triton_attention, TRITON_SPLITS),
+}
 
 
 def dense_call(batch: Batch, num_queries: int) -> Call:
@@ -747,9 +790,18 @@ def _measure_sparse(
     result["overlaps"][name] = selection_overlap(selector)
     width = options.gamma + 1
     expected = expected_outputs(batch, batch.caches[-1], width, selector.unit, selector.selection)
-    timed = time_attention(
-        batch, selector.call(), flash_attention, SPARSE_SPLITS, expected, name, result["errors"]
-    )
+    kernels = {}
+    for kernel, (attention, splits) in KERNELS.items():
+        kernels[kernel] = time_attention(
+            batch,
+            selector.call(),
+            attention,
+            splits,
+            expected,
+            f"{name}, {kernel}",
+            result["errors"],
+        )
+    best = min(kernels, key=lambda kernel: kernels[kernel]["us"])
 
     def repeated(step: Step) -> Timing:
         def record() -> None:
@@ -769,7 +821,9 @@ def _measure_sparse(
     return {
         "granularity": granularity,
         "budget": budget,
-        **timed,
+        "us": kernels[best]["us"],
+        "kernel": best,
+        "kernels": kernels,
         "kv_tokens": tokens,
         "floor_us": moved / bandwidth * 1e6,
         "error": max(
@@ -833,7 +887,7 @@ def make_table(options: AttentionOptions, results: Sequence[dict[str, Any]]) -> 
         title=f"Verification attention per layer, {options.target.label}, "
         f"{options.context} tokens, {options.gamma + 1} queries (µs)"
     )
-    for title in ("batch", "unit", "budget", "dense", "q = 1", "sparse", "splits"):
+    for title in ("batch", "unit", "budget", "dense", "q = 1", *KERNELS):
         table.add_column(title, justify="right")
     for title in ("floor", "gain", "scoring/step", "per layer", "gain with scoring", "error"):
         table.add_column(title, justify="right")
@@ -845,8 +899,7 @@ def make_table(options: AttentionOptions, results: Sequence[dict[str, Any]]) -> 
                 str(sparse["budget"]),
                 f"{result['dense']['us']:.1f}",
                 f"{result['dense_one_query']['us']:.1f}",
-                f"{sparse['us']:.1f}",
-                str(sparse["splits"]),
+                *(f"{sparse['kernels'][kernel]['us']:.1f}" for kernel in KERNELS),
                 f"{sparse['floor_us']:.1f}",
                 f"{sparse['speedup']:.1f}x",
                 f"{sparse['scoring']['step']['us']:.1f}",
@@ -875,41 +928,44 @@ def detail_lines(result: dict[str, Any]) -> list[str]:
         f"one query {candidates(result['dense_one_query'])}",
     ]
     for sparse in result["sparse"]:
+        by_kernel = "; ".join(
+            f"{kernel} {candidates(timed)}" for kernel, timed in sparse["kernels"].items()
+        )
         parts = ", ".join(f"{name} {part['us']:.1f}" for name, part in sparse["scoring"].items())
         lines.append(
-            f"  {sparse['granularity']} {sparse['budget']}: {candidates(sparse)}; {parts} "
+            f"  {sparse['granularity']} {sparse['budget']}: {by_kernel}; {parts} "
             f"(scoring floor {result['scoring_floor_us']:.1f})"
         )
     return lines
 
 
 def plot(options: AttentionOptions, results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Bars of dense and sparse time per layer, scoring on top, logarithmic.
+    """Speed-up over dense attention, without and with the layer's share of scoring.
 
     Raises:
         BenchError: matplotlib is not installed.
     """
     plt = pyplot()
-    bars = []
-    for result in results:
-        bars.append((f"{result['batch']}\ndense", result["dense"]["us"], 0.0))
-        for sparse in result["sparse"]:
-            label = f"{result['batch']}\n{sparse['granularity']}\n{sparse['budget']}"
-            bars.append((label, sparse["us"], sparse["scoring_us_per_layer"]))
-    figure, axes = plt.subplots(figsize=(1.2 * len(bars) + 2, 4))
+    bars = [
+        (f"{result['batch']}\n{sparse['granularity']}\n{sparse['budget']}", sparse)
+        for result in results
+        for sparse in result["sparse"]
+    ]
+    figure, axes = plt.subplots(figsize=(1.1 * len(bars) + 2, 4))
     positions = range(len(bars))
-    attention = [bar[1] for bar in bars]
-    axes.bar(positions, attention, color="tab:blue", label="attention")
-    axes.bar(
-        positions,
-        [bar[2] for bar in bars],
-        bottom=attention,
-        color="tab:orange",
-        label="scoring and selection",
-    )
-    axes.set_xticks(positions, [bar[0] for bar in bars])
-    axes.set_yscale("log")
-    axes.set_ylabel("µs per layer")
+    for offset, key, label in (
+        (-0.2, "speedup", "attention"),
+        (0.2, "speedup_with_scoring", "with scoring and selection"),
+    ):
+        drawn = axes.bar(
+            [position + offset for position in positions],
+            [sparse[key] for _, sparse in bars],
+            0.4,
+            label=label,
+        )
+        axes.bar_label(drawn, fmt="%.1f", fontsize="small")
+    axes.set_xticks(positions, [label for label, _ in bars])
+    axes.set_ylabel("times dense attention")
     axes.set_title(f"{options.target.label}, {options.context} tokens, γ = {options.gamma}")
     axes.legend()
     figure.tight_layout()
