@@ -14,9 +14,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc
 import json
+import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,59 @@ def generate(llm: Any, prompts: list[list[int]], max_tokens: int = 32) -> list[l
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def serve_mixed_requests(
+    llm: Any, prompts: list[list[int]], seconds: float, at_least: int, seed: int = 0
+) -> dict[str, int]:
+    """Requests of all kinds come and go at random: short and long prompts, any number of new
+    tokens, greedy or sampled, with penalties or logprobs, some aborted, ids used again.
+
+    Goes on for ``seconds`` and until ``at_least`` requests are finished. Every request that is
+    not aborted must end as asked.
+
+    Returns:
+        Numbers of requests "finished" and "aborted".
+    """
+    from vllm import SamplingParams
+
+    generator = random.Random(seed)
+    engine = llm.llm_engine
+    running: dict[str, SamplingParams] = {}
+    count = {"finished": 0, "aborted": 0}
+    deadline = time.monotonic() + seconds
+    number = 0
+
+    def parameters() -> SamplingParams:
+        options: dict[str, Any] = {"temperature": generator.choice([0, 0, 0.8])}
+        if generator.random() < 0.2:
+            options["logprobs"] = 2
+        if generator.random() < 0.1:
+            options["presence_penalty"] = 0.5
+        length = generator.choice([1, 2, 5, 6, 20, 60])
+        return SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False, **options)
+
+    while running or time.monotonic() < deadline or count["finished"] < at_least:
+        more = time.monotonic() < deadline or count["finished"] < at_least
+        if more and len(running) < 12 and generator.random() < 0.4:
+            prompt = generator.choice(prompts)
+            prompt = prompt[: generator.choice([len(prompt), len(prompt), GAMMA + 1, 40])]
+            request_id = str(number % 50)  # used again soon after it is gone
+            number += 1
+            if request_id not in running:
+                running[request_id] = parameters()
+                engine.add_request(request_id, {"prompt_token_ids": prompt}, running[request_id])
+        if running and generator.random() < 0.04:
+            gone = generator.choice(sorted(running))
+            engine.abort_request([gone])
+            del running[gone]
+            count["aborted"] += 1
+        for output in engine.step():
+            if output.finished and output.request_id in running:
+                asked = running.pop(output.request_id)
+                assert len(output.outputs[0].token_ids) == asked.max_tokens
+                count["finished"] += 1
+    return count
 
 
 def run_python(code: str, **env: str) -> str:

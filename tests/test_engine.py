@@ -16,6 +16,7 @@ from conftest import (
     reference_selection,
     run_python,
     runtime_of,
+    serve_mixed_requests,
     tokens,
 )
 from vllm import SamplingParams
@@ -385,6 +386,24 @@ def run_until(engine: Any, request_id: str, stop_after: int | None = None) -> li
         if stop_after is not None and len(ids) >= stop_after:
             break
     return ids
+
+
+def test_mixed_requests(make_llm, target, draft, spy):
+    """In a cache too small for all of them; every row of every step is checked."""
+    llm = make_llm(
+        target,
+        draft,
+        SPARSE,
+        max_num_batched_tokens=96,
+        num_gpu_blocks_override=40,
+        max_model_len=1024,
+    )
+    count = serve_mixed_requests(llm, PROMPTS, seconds=0, at_least=60)
+    assert count["aborted"] > 3
+    stats = runtime_of(llm).stats()
+    assert stats["sparse_rows"] == spy.sparse_rows > 100
+    for reason in ("prefill", "short_context"):
+        assert stats["dense_rows"][reason] > 20
 
 
 def test_abort_then_the_same_id_again(make_llm, target, draft):

@@ -18,6 +18,7 @@ from conftest import (
     generate,
     reference_selection,
     runtime_of,
+    serve_mixed_requests,
     tokens,
     write_layer_dropped,
     write_tiny_qwen2,
@@ -292,6 +293,18 @@ def test_output_does_not_depend_on_the_batch(start, prompts):
     together = generate(llm, prompts)
     again = generate(llm, prompts[::-1])[::-1]
     assert_agree(again, together)
+
+
+def test_mixed_requests(start, prompts):
+    """With graphs and work scheduled ahead. DUSTIN_TEST_SECONDS makes a soak of it."""
+    llm = start(SPARSE, **GRAPHS)
+    seconds = float(os.environ.get("DUSTIN_TEST_SECONDS", "5"))
+    count = serve_mixed_requests(llm, prompts, seconds, at_least=40)
+    stats = runtime_of(llm).stats()
+    print(count, stats)
+    assert stats["sparse_rows"] > 100
+    assert stats["draft_graphs"] > 10
+    assert stats["draft_loops"]["prefill"] > 5
 
 
 def test_without_a_draft_the_backend_is_the_stock_backend(start, prompts):
