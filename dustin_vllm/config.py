@@ -220,6 +220,21 @@ class HeadSet:
         """Scoring heads over all layers."""
         return sum(len(heads) for _, heads in self.layers)
 
+    def of_rank(self, rank: int, num_ranks: int, heads_per_rank: int) -> HeadSet:
+        """The scoring heads that one tensor-parallel rank holds, by their index there.
+
+        vLLM gives rank r the query heads r * heads_per_rank and on, whether or not key heads
+        are replicated. A rank may hold none.
+        """
+        if num_ranks == 1:
+            return self
+        first = rank * heads_per_rank
+        local = (
+            (layer, tuple(h - first for h in heads if 0 <= h - first < heads_per_rank))
+            for layer, heads in self.layers
+        )
+        return HeadSet(tuple((layer, heads) for layer, heads in local if heads))
+
 
 @dataclass(frozen=True)
 class LayerGroup:
@@ -327,11 +342,6 @@ def _unsupported(vllm_config: VllmConfig) -> list[str]:
         reasons.append(
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}: the draft lives on one "
             "stage only; use --tensor-parallel-size instead"
-        )
-    if parallel.tensor_parallel_size > 1:
-        reasons.append(
-            f"tensor_parallel_size={parallel.tensor_parallel_size}: scores are not shared between "
-            "ranks yet; use --tensor-parallel-size 1"
         )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:

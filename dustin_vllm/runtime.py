@@ -21,13 +21,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 
 from dustin_vllm import config
-from dustin_vllm.config import LayerGroup, Settings
+from dustin_vllm.config import HeadSet, LayerGroup, Settings
 from dustin_vllm.proposer import DustinProposer
 from dustin_vllm.state import Counters, DenseReason, LoopReason, SequenceScores, Slot
 
 logger = logging.getLogger("vllm.dustin_vllm")
+
+
+def reduce_scores(scores: torch.Tensor, aggregate: str) -> torch.Tensor:
+    """Bring together the scores of all tensor-parallel ranks' heads, in place.
+
+    Args:
+        scores: contiguous fp32; what this rank's heads add to the mean, or their maximum.
+        aggregate: "mean" or "max".
+    """
+    group = get_tp_group()
+    if group.world_size == 1:
+        return scores
+    if aggregate == "max":
+        torch.distributed.all_reduce(scores, torch.distributed.ReduceOp.MAX, group.device_group)
+        return scores
+    # vLLM's own, which picks the quickest way for the size and can be captured in a graph.
+    return scores.copy_(group.all_reduce(scores))
 
 
 @dataclass
@@ -56,6 +74,13 @@ class DustinRuntime(ABC):
         )
         self.rows: list[Row] = []
         self._step = 0
+
+    @staticmethod
+    def local_heads(heads: HeadSet, layers: dict[int, Any]) -> HeadSet:
+        """The scoring heads of one model that this rank holds."""
+        group = get_tp_group()
+        num_heads = next(iter(layers.values())).impl.num_heads
+        return heads.of_rank(group.rank_in_group, group.world_size, num_heads)
 
     def stats(self) -> dict[str, Any]:
         """Counters, plus the number of live sequences."""

@@ -11,7 +11,7 @@ import torch
 
 from dustin_vllm import config, cpu_ops, selection
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
-from dustin_vllm.runtime import DustinRuntime
+from dustin_vllm.runtime import DustinRuntime, reduce_scores
 
 logger = logging.getLogger("vllm.dustin_vllm")
 
@@ -47,11 +47,19 @@ class QueryCapture:
 
 
 class Scorer:
-    """Token scores of one model's scoring heads over its own cache."""
+    """Token scores of one model's scoring heads over its own cache.
 
-    def __init__(self, layers: dict[int, Any], heads: HeadSet, layout: str, aggregate: str) -> None:
+    Args:
+        layers: attention layers of the model.
+        heads: scoring heads that this rank holds; may be none.
+        num_heads: scoring heads of all ranks.
+    """
+
+    def __init__(
+        self, layers: dict[int, Any], heads: HeadSet, num_heads: int, layout: str, aggregate: str
+    ) -> None:
         self.captures = [QueryCapture(layers[index], chosen) for index, chosen in heads.layers]
-        self.num_heads = heads.num_heads
+        self.num_heads = num_heads
         self.layout = layout
         self.aggregate = aggregate
         for capture in self.captures:
@@ -70,20 +78,22 @@ class Scorer:
     def token_scores(
         self,
         queries: list[torch.Tensor],
+        num_queries: int,
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> torch.Tensor:
-        """Aggregate over layers, heads and queries, see ``reference.token_scores``.
+        """Aggregate over all ranks' layers, heads and queries, see ``reference.token_scores``.
 
         Args:
             queries: per scoring layer [R, Q, heads of the layer, head_dim].
+            num_queries: Q.
             block_table: [R, MB] int32.
             seq_lens: [R] int32; query i of a row sits at position seq_len - Q + i.
 
         Returns:
             [R, max(seq_lens)] fp32.
         """
-        rows = self.num_heads * queries[0].shape[1]
+        rows = self.num_heads * num_queries
         out = torch.zeros(len(seq_lens), int(seq_lens.max()))
         for capture, layer_queries in zip(self.captures, queries, strict=True):
             cpu_ops.token_scores_(
@@ -98,7 +108,7 @@ class Scorer:
                 self.layout,
                 self.aggregate,
             )
-        return out
+        return reduce_scores(out, self.aggregate)
 
 
 class CpuRuntime(DustinRuntime):
@@ -126,8 +136,13 @@ class CpuRuntime(DustinRuntime):
         if not cpu_ops.is_built():
             logger.warning("Dustin's C++ kernels are not built; scoring runs in torch, slowly")
         aggregate = settings.config.aggregate
-        self.target = Scorer(target_layers, settings.target_heads, layout, aggregate)
-        self.draft = Scorer(draft_layers, settings.draft_heads, layout, aggregate)
+        self.target, self.draft = (
+            Scorer(layers, self.local_heads(heads, layers), heads.num_heads, layout, aggregate)
+            for layers, heads in (
+                (target_layers, settings.target_heads),
+                (draft_layers, settings.draft_heads),
+            )
+        )
         self._to_score: list[int] = []  # batch rows that get a selection in this step
         self._history: torch.Tensor | None = None  # [len(to_score), C] token scores
         self._contexts = torch.empty(0)  # [len(to_score)] int32
@@ -198,7 +213,7 @@ class CpuRuntime(DustinRuntime):
             self._contexts = contexts[worth].to(torch.int32)
             self._block_table = metadata.block_table_tensor[self._to_score]
             queries = [rows[worth, last][:, None] for rows in kept]
-            self._history = self.target.token_scores(queries, self._block_table, self._contexts)
+            self._history = self.target.token_scores(queries, 1, self._block_table, self._contexts)
             self.draft.reset()
         self.counters.scoring_seconds += time.perf_counter() - started
 
@@ -222,8 +237,8 @@ class CpuRuntime(DustinRuntime):
         started = time.perf_counter()
         settings, contexts = self.settings, self._contexts
         queries = [torch.stack(capture.taken, dim=1) for capture in self.draft.captures]
-        seq_lens = contexts + queries[0].shape[1]
-        lookahead = self.draft.token_scores(queries, self._block_table, seq_lens)
+        seq_lens = contexts + settings.gamma
+        lookahead = self.draft.token_scores(queries, settings.gamma, self._block_table, seq_lens)
         lookahead = lookahead[:, : int(contexts.max())].contiguous()
         unit, dilation = settings.unit, settings.dilation_tokens
         scores = (
@@ -255,6 +270,7 @@ class CpuRuntime(DustinRuntime):
             num_queries = row.seq_len - row.context
             mass = self.target.token_scores(
                 [queries[index, -num_queries:][None] for queries in kept],
+                num_queries,
                 block_table[row_index : row_index + 1],
                 torch.tensor([row.seq_len], dtype=torch.int32),
             )[0]

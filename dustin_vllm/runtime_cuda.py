@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 
 from dustin_vllm import config
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
 from dustin_vllm.draft_graphs import DraftGraphs, DraftInputs, draft_inputs
-from dustin_vllm.runtime import DustinRuntime
+from dustin_vllm.runtime import DustinRuntime, reduce_scores
 from dustin_vllm.state import LoopReason
 from dustin_vllm.triton_kernels import (
     MAX_QUERY_ROWS,
@@ -165,8 +166,12 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def queries(heads: HeadSet, places: int, model: Any) -> QueryBuffer:
-        return QueryBuffer(heads, places, model.get_head_size(), model.dtype, device)
+    group = get_tp_group()
+
+    def queries(heads: HeadSet, places: int, model: Any, parallel: Any) -> QueryBuffer:
+        per_rank = model.get_num_attention_heads(parallel)
+        local = heads.of_rank(group.rank_in_group, group.world_size, per_rank)
+        return QueryBuffer(local, places, model.get_head_size(), model.dtype, device)
 
     buffers = Buffers(
         settings=settings,
@@ -179,8 +184,18 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
         verified=zeros(rows),
         history=zeros(rows, context, dtype=torch.float32),
         lookahead=zeros(rows, context, dtype=torch.float32),
-        target_queries=queries(settings.target_heads, rows * (gamma + 1), vllm_config.model_config),
-        draft_queries=queries(settings.draft_heads, rows * gamma, speculative.draft_model_config),
+        target_queries=queries(
+            settings.target_heads,
+            rows * (gamma + 1),
+            vllm_config.model_config,
+            vllm_config.parallel_config,
+        ),
+        draft_queries=queries(
+            settings.draft_heads,
+            rows * gamma,
+            speculative.draft_model_config,
+            speculative.draft_parallel_config,
+        ),
         groups={
             group.name: GroupBuffers(
                 table=zeros(rows, width),
@@ -215,12 +230,17 @@ def _attention_workspaces(
         return {}
     speculative = vllm_config.speculative_config
     made = {}
-    for name, model, queries in (
-        ("target", vllm_config.model_config, settings.gamma + 1),
-        ("draft", speculative.draft_model_config, settings.gamma + 2),
+    for name, model, parallel, queries in (
+        ("target", vllm_config.model_config, vllm_config.parallel_config, settings.gamma + 1),
+        (
+            "draft",
+            speculative.draft_model_config,
+            speculative.draft_parallel_config,
+            settings.gamma + 2,
+        ),
     ):
-        heads = model.get_num_attention_heads(vllm_config.parallel_config)
-        kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
+        heads = model.get_num_attention_heads(parallel)
+        kv_heads = model.get_num_kv_heads(parallel)
         query_rows = queries * heads // kv_heads
         if query_rows > MAX_QUERY_ROWS:
             raise config.ConfigError(
@@ -293,7 +313,8 @@ class CudaRuntime(DustinRuntime):
                 layer.impl.workspace = self.buffers.attention.get(name)
         self._places = torch.arange(self.buffers.max_rows, device=runner.device)
         self._offsets = torch.arange(settings.gamma + 1, device=runner.device)
-        self._plans: dict[str, tuple[Any, Any]] = {}  # scoring plans and scratch, by model
+        # Scoring plans and scratch, by model; None where this rank holds no scoring heads.
+        self._plans: dict[str, tuple[Any, Any] | None] = {}
         self._block_pages = 0
         self._scoring = False
         self._draft_sparse = False  # whether rows of this step draft sparsely
@@ -432,15 +453,22 @@ class CudaRuntime(DustinRuntime):
         """Whether the KV caches exist; makes the scoring plans when they first do."""
         if self._plans:
             return True
+        gamma, room = self.settings.gamma, SCORE_SCRATCH_BYTES
+        target, draft = self.buffers.target_queries, self.buffers.draft_queries
         models = {
-            "target": (self.target_layers, self.buffers.target_queries, 1),
-            "draft": (self.draft_layers, self.buffers.draft_queries, self.settings.gamma),
+            "target": (self.target_layers, target, 1, room),
+            "draft": (self.draft_layers, draft, gamma, room),
         }
+        if self.settings.config.sample_recovery_every:
+            models["recovery"] = (self.target_layers, target, gamma + 1, room // 4)
         first = self.target_layers[0].kv_cache
         if first.numel() == 0 or first.dim() != 4:
             return False
         self._block_pages = block_pages(first)
-        for name, (layers, queries, num_queries) in models.items():
+        for name, (layers, queries, num_queries, max_bytes) in models.items():
+            self._plans[name] = None
+            if not queries.heads.num_heads:
+                continue
             impl = layers[0].impl
             keys = [
                 layers[index].kv_cache.transpose(1, 2)[..., : impl.head_size]
@@ -452,7 +480,7 @@ class CudaRuntime(DustinRuntime):
                 num_queries,
                 self.buffers.max_rows,
                 self.buffers.history.shape[1],
-                SCORE_SCRATCH_BYTES,
+                max_bytes,
             )
             self._plans[name] = (plan, scratch)
         return True
@@ -464,12 +492,27 @@ class CudaRuntime(DustinRuntime):
         queries: torch.Tensor,
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
+        aggregate: str,
     ) -> None:
-        plan, scratch = self._plans[name]
-        layers = self.target_layers if name == "target" else self.draft_layers
-        aggregate = self.settings.config.aggregate
-        scale = layers[0].impl.scale
-        token_scores(out, queries, plan, block_table, seq_lens, scratch, scale, aggregate)
+        """What this rank's heads of a model add to the mean over all, or their maximum."""
+        if self._plans[name] is None:
+            out.zero_()
+            return
+        plan, scratch = self._plans[name]  # type: ignore[misc]
+        lookahead = name == "draft"
+        layers = self.draft_layers if lookahead else self.target_layers
+        heads = self.settings.draft_heads if lookahead else self.settings.target_heads
+        token_scores(
+            out,
+            queries,
+            plan,
+            block_table,
+            seq_lens,
+            scratch,
+            layers[0].impl.scale,
+            aggregate,
+            1.0 / (queries.shape[1] * heads.num_heads),
+        )
 
     # ---- scoring ------------------------------------------------------------------------
 
@@ -495,7 +538,12 @@ class CudaRuntime(DustinRuntime):
             torch.mul(metadata.seq_lens[:num_reqs] - rejected, needs, out=contexts)
         self._block_table = metadata.block_table_tensor[:num_reqs]
         self._token_scores(
-            "target", buffers.history[:num_reqs], last[:, None], self._block_table, contexts
+            "target",
+            buffers.history[:num_reqs],
+            last[:, None],
+            self._block_table,
+            contexts,
+            self.settings.config.aggregate,
         )
         self._passes = 0
 
@@ -547,7 +595,11 @@ class CudaRuntime(DustinRuntime):
             queries[:, :num_reqs].transpose(0, 1),
             self._block_table,
             contexts + settings.gamma * needs,
+            settings.config.aggregate,
         )
+        history = buffers.history[:num_reqs]
+        for scores in (history, lookahead):
+            reduce_scores(scores, settings.config.aggregate)
         # Rows without a selection write too, but their slots are not marked as published.
         slots = buffers.row_info[SLOT, :num_reqs].long()
         for group in settings.groups:
@@ -556,7 +608,7 @@ class CudaRuntime(DustinRuntime):
             merge_and_select(
                 selected,
                 lookahead,
-                buffers.history[:num_reqs],
+                history,
                 contexts,
                 own.select,
                 settings.config.sinks,
@@ -612,24 +664,13 @@ class CudaRuntime(DustinRuntime):
         if not every or self._verified_steps % every or not any(sparse):
             return
         buffers, unit, num_reqs = self.buffers, settings.unit, len(rows)
-        if "recovery" not in self._plans:
-            plan, _ = self._plans["target"]
-            scratch = token_scores_workspace(
-                plan,
-                settings.gamma + 1,
-                buffers.max_rows,
-                buffers.history.shape[1],
-                SCORE_SCRATCH_BYTES // 4,
-            )
-            self._plans["recovery"] = (plan, scratch)
-        plan, scratch = self._plans["recovery"]
         sampled = torch.tensor(sparse, device=self.buffers.contexts.device)
         seq_lens = metadata.seq_lens[:num_reqs] * sampled
         kept = buffers.target_queries.queries.unflatten(0, (-1, settings.gamma + 1))[:num_reqs]
         mass = buffers.lookahead[:num_reqs]
-        scale = self.target_layers[0].impl.scale
         table = metadata.block_table_tensor[:num_reqs]
-        token_scores(mass, kept, plan, table, seq_lens.int(), scratch, scale, "mean")
+        self._token_scores("recovery", mass, kept, table, seq_lens.int(), "mean")
+        reduce_scores(mass, "mean")
         tail = buffers.verified[:num_reqs, None] // unit * unit
         whole = mass.shape[1] // unit * unit
         units = mass[:, :whole].view(num_reqs, -1, unit).sum(2)

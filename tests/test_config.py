@@ -60,17 +60,13 @@ def test_settings_must_be_an_object(target, draft):
     ("arguments", "message"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
         ({"enable_lora": True}, "LoRA"),
     ],
 )
 def test_unsupported_modes_are_refused_at_start(target, draft, arguments, message):
-    speculative = engine_args(target, draft, {})["speculative_config"]
-    if "tensor_parallel_size" in arguments:
-        speculative["draft_tensor_parallel_size"] = 2
     with pytest.raises(ValueError, match=message):
-        build(target, draft, {}, speculative_config=speculative, **arguments)
+        build(target, draft, {}, **arguments)
 
 
 def test_sliding_window_is_refused_at_start(tmp_path, draft):
@@ -233,3 +229,16 @@ def test_describe(target, draft):
     json.dumps(shown)
     with pytest.raises(ConfigError, match="budget"):
         config.describe(str(target), str(draft), {"dustin": {"budget": 0}})
+
+
+def test_every_scoring_head_belongs_to_one_rank():
+    heads = HeadSet(((1, (0, 5, 7)), (4, (6, 7))))
+    ranks = [heads.of_rank(rank, 4, 2) for rank in range(4)]
+    assert [r.layers for r in ranks] == [
+        ((1, (0,)),),
+        (),
+        ((1, (1,)),),
+        ((1, (1,)), (4, (0, 1))),
+    ]
+    assert sum(r.num_heads for r in ranks) == heads.num_heads
+    assert heads.of_rank(0, 1, 8) is heads

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dustin_vllm import reference, runtime_cuda
+from dustin_vllm import reference, runtime, runtime_cuda
 from dustin_vllm.config import DustinConfig, HeadSet, LayerGroup, Settings
 from dustin_vllm.runtime_cuda import CudaRuntime, QueryBuffer, block_pages, token_pages
 from dustin_vllm.state import DenseReason
@@ -91,6 +91,9 @@ def int32(values, device=DEVICE) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
+ONE_RANK = SimpleNamespace(world_size=1, rank_in_group=0)
+
+
 class FakeEngine:
     """Runs CudaRuntime's steps with random queries, keys and acceptance."""
 
@@ -114,6 +117,8 @@ class FakeEngine:
             draft_heads=HeadSet(((0, (0, 3)),)),
         )
         monkeypatch.setattr(runtime_cuda.config, "resolve", lambda _: self.settings)
+        for module in (runtime, runtime_cuda):
+            monkeypatch.setattr(module, "get_tp_group", lambda: ONE_RANK)
         self.layers = {model: {i: self.layer() for i in range(2)} for model in ("target", "draft")}
         model, draft_model = (
             SimpleNamespace(
@@ -133,7 +138,9 @@ class FakeEngine:
             input_batch=SimpleNamespace(req_ids=[]),
             drafter=SimpleNamespace(max_model_len=512),
             vllm_config=SimpleNamespace(
-                speculative_config=SimpleNamespace(draft_model_config=draft_model),
+                speculative_config=SimpleNamespace(
+                    draft_model_config=draft_model, draft_parallel_config=None
+                ),
                 model_config=model,
                 scheduler_config=scheduler,
                 parallel_config=None,

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks on the CPU: each scores with the heads it holds, and all select the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import engine_args, run_python, tokens
+
+pytestmark = pytest.mark.engine
+
+# Rank 0 holds heads 0 and 1, rank 1 heads 2 and 3. A layer with heads on both ranks, one with
+# heads on one rank only, and a rank without any scoring head of the draft.
+HEADS = {
+    "target_heads": [{"layer": 1, "heads": [0]}, {"layer": 2, "heads": [0, 1, 3]}],
+    "draft_heads": [{"layer": 0, "heads": [2, 3]}],
+}
+PROMPTS = [tokens(i, n) for i, n in enumerate((300, 520, 256))]
+
+SCRIPT = """
+import json, os
+
+def selections(worker):
+    scores = worker.model_runner.dustin.scores.selections
+    return {name: held.tolist() for name, held in scores.items()}
+
+if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+
+    job = json.loads(os.environ["JOB"])
+    llm = LLM(**job["args"])
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": p} for p in job["prompts"]]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    result = {
+        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
+        "stats": llm.collective_rpc("dustin_stats"),
+        "selections": llm.collective_rpc(selections),
+    }
+    print("RESULT " + json.dumps(result))
+    llm.llm_engine.engine_core.shutdown()
+"""
+
+
+def generate_in_child(target, draft, dustin, ranks: int) -> dict:
+    args = engine_args(target, draft, dustin, tensor_parallel_size=ranks)
+    args["speculative_config"]["draft_tensor_parallel_size"] = ranks
+    out = run_python(
+        SCRIPT,
+        JOB=json.dumps({"args": args, "prompts": PROMPTS}),
+        VLLM_CPU_OMP_THREADS_BIND="|".join("01"[:ranks]),
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # a function as a remote call
+        VLLM_PLUGINS="dustin",
+    )
+    line = next(line for line in out.splitlines() if "RESULT " in line)
+    return json.loads(line.split("RESULT ", 1)[1])
+
+
+@pytest.mark.parametrize("aggregate", ["mean", "max"])
+def test_two_ranks_select_and_write_what_one_does(target, draft, aggregate):
+    dustin = {"budget": 160, "recent": 32, "aggregate": aggregate, **HEADS}
+    one = generate_in_child(target, draft, dustin, 1)
+    two = generate_in_child(target, draft, dustin, 2)
+    assert two["selections"][0] == two["selections"][1] == one["selections"][0]
+    assert two["tokens"] == one["tokens"]
+    assert two["stats"][0]["sparse_rows"] == one["stats"][0]["sparse_rows"] > 20
