@@ -258,6 +258,7 @@ class Settings:
     draft: LayerGroup | None  # None: it reads everything; with an equal budget, the target's
     target_heads: HeadSet
     draft_heads: HeadSet
+    draft_replicated: bool = False  # every tensor-parallel rank runs the whole draft
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -394,6 +395,12 @@ def is_active(vllm_config: VllmConfig) -> bool:
     )
 
 
+def is_replicated(vllm_config: VllmConfig) -> bool:
+    """Whether every tensor-parallel rank runs the whole draft."""
+    draft = vllm_config.speculative_config.draft_parallel_config.tensor_parallel_size
+    return draft < vllm_config.parallel_config.tensor_parallel_size
+
+
 def resolve(vllm_config: VllmConfig) -> Settings:
     """Check one vLLM configuration and resolve Dustin's settings against it.
 
@@ -420,6 +427,7 @@ def resolve(vllm_config: VllmConfig) -> Settings:
         draft=_draft_group(config, unit, target_group),
         target_heads=_resolve_heads(config.target_heads, "target_heads", *_shape(target)),
         draft_heads=_resolve_heads(config.draft_heads, "draft_heads", *_shape(draft)),
+        draft_replicated=is_replicated(vllm_config),
     )
 
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from dustin_vllm.state import DenseReason, LoopReason
 
@@ -197,8 +196,7 @@ class DraftGraphs:
             # Beside the draft passes: many small kernels, which leave the memory idle.
             with self._beside():
                 runtime.score_history(metadata, rejected)
-            drafts = DraftModelProposer.propose(
-                proposer,
+            drafts = proposer.draft(
                 num_speculative_tokens=self.width - 1,
                 target_token_ids=inputs.token_ids[:num_tokens],
                 target_positions=inputs.positions[:num_tokens],

@@ -8,9 +8,11 @@ builds a model with ``--attention-backend DUSTIN``. All patches leave other back
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +85,34 @@ LEDGER = (
         delete_when="vLLM accepts a draft whose vocabulary is a prefix of the target's.",
     ),
     Patch(
+        symbol="vllm.config.speculative.SpeculativeConfig._verify_and_get_draft_tp",
+        why="Qwen2.5-0.5B has 14 query heads: it cannot be split over 4 or 8 ranks, and vLLM "
+        "splits a draft as it splits the target.",
+        how="Where the user said nothing and the heads do not divide, answer 1: every rank runs "
+        "the whole draft. Without DUSTIN the original error is raised later (this check runs "
+        "before the backend is known).",
+        upstream="none filed",
+        delete_when="vLLM replicates a draft that does not divide.",
+    ),
+    Patch(
+        symbol="vllm.v1.spec_decode.draft_model.DraftModelProposer._raise_if_draft_tp_mismatch",
+        why="vLLM refuses draft_tensor_parallel_size=1 beside a split target, and the draft is "
+        "built before any other hook sees the proposer.",
+        how="When DUSTIN is chosen, make the proposer a DustinProposer, which builds and runs "
+        "such a draft in a group of one rank; otherwise call the original.",
+        upstream="vLLM #36219 (proposer registry), #5414 (draft TP 1)",
+        delete_when="Proposers can be registered and vLLM can run a draft on every rank.",
+    ),
+    Patch(
+        symbol="vllm.distributed.parallel_state._TP",
+        why="Layers take their share of a model from this global group when they are built, and "
+        "logits are gathered over it.",
+        how="Replaced by a group of this rank alone while a replicated draft is built or run, and "
+        "put back.",
+        upstream="vLLM #5414",
+        delete_when="A model can be given its group.",
+    ),
+    Patch(
         symbol="vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_metadata_builders",
         why="Metadata builders have no way to the model runner, and request ids, the drafter and "
         "the attention groups are known only there.",
@@ -115,8 +145,8 @@ def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> N
         )
     wrapper = functools.wraps(function)(make(function))
     wrapper.__dustin__ = True  # type: ignore[attr-defined]
-    is_class_method = hasattr(current, "__self__")
-    setattr(owner, name, classmethod(wrapper) if is_class_method else wrapper)
+    kind = type(inspect.getattr_static(owner, name))
+    setattr(owner, name, kind(wrapper) if kind in (classmethod, staticmethod) else wrapper)
 
 
 _failure: str | None = None
@@ -150,6 +180,7 @@ def apply() -> None:
             _wrap(VllmConfig, "__post_init__", _schedule_ahead)
 
         _wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", _verify_vocabulary)
+        _wrap(SpeculativeConfig, "_verify_and_get_draft_tp", _replicate_what_does_not_divide)
     except Exception as error:
         _failure = str(error)
         logger.error("dustin_vllm is not available: %s", error)
@@ -217,6 +248,21 @@ def _verify_vocabulary(original: Callable[..., Any]) -> Callable[..., Any]:
     return verify_equal_vocab_size_if_draft_model
 
 
+_replicated: set[int] = set()  # ids of draft configurations, for the error without DUSTIN
+
+
+def _replicate_what_does_not_divide(original: Callable[..., int]) -> Callable[..., int]:
+    def _verify_and_get_draft_tp(parallel: Any, draft_tp: int | None, hf_config: Any) -> int:
+        chosen = original(parallel, draft_tp, hf_config)
+        heads = getattr(hf_config, "num_attention_heads", 0)
+        if draft_tp is None and heads % chosen:
+            _replicated.add(id(hf_config))
+            return 1
+        return chosen
+
+    return _verify_and_get_draft_tp
+
+
 def _check_and_update_config(original: Callable[..., None]) -> Callable[..., None]:
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         original(cls, vllm_config)
@@ -234,6 +280,9 @@ def _prepare(platform: Any, vllm_config: Any) -> None:
         vocab_error = getattr(vllm_config.speculative_config, "dustin_vocab_error", None)
         if vocab_error is not None:
             raise ValueError(vocab_error)
+        draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+        if draft is not None and id(draft.hf_config) in _replicated:
+            draft.verify_with_parallel_config(vllm_config.parallel_config)  # raises, as vLLM
         additional = vllm_config.additional_config
         if isinstance(additional, dict) and config.KEY in additional and backend is None:
             logger.warning(
@@ -262,6 +311,11 @@ def _prepare(platform: Any, vllm_config: Any) -> None:
     if not parallel.worker_extension_cls:
         parallel.worker_extension_cls = WORKER_EXTENSION
     elif parallel.worker_extension_cls != WORKER_EXTENSION:
+        if settings.draft_replicated:
+            raise config.ConfigError(
+                f"worker_extension_cls={parallel.worker_extension_cls}: a draft that every rank "
+                "runs whole (draft_tensor_parallel_size=1) needs Dustin's own; leave it out"
+            )
         logger.warning(
             "worker_extension_cls=%s is in use; the RPC dustin_stats is not available",
             parallel.worker_extension_cls,
@@ -272,6 +326,41 @@ def _prepare(platform: Any, vllm_config: Any) -> None:
             settings.config.budget,
             config.MIN_SENSIBLE_BUDGET,
         )
+
+
+def apply_proposer_patch() -> None:
+    """Make draft-model proposers ours from the start. Idempotent."""
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+    _wrap(DraftModelProposer, "_raise_if_draft_tp_mismatch", _raise_if_draft_tp_mismatch)
+
+
+def _raise_if_draft_tp_mismatch(original: Callable[..., None]) -> Callable[..., None]:
+    def _raise_if_draft_tp_mismatch(self: Any) -> None:
+        from dustin_vllm import config
+
+        if config.is_active(self.vllm_config):
+            from dustin_vllm.proposer import DustinProposer
+
+            self.__class__ = DustinProposer
+            if config.is_replicated(self.vllm_config):
+                return
+        original(self)
+
+    return _raise_if_draft_tp_mismatch
+
+
+@contextlib.contextmanager
+def tensor_parallel_group(group: Any) -> Iterator[None]:
+    """Let ``group`` be vLLM's tensor-parallel group for a while."""
+    from vllm.distributed import parallel_state
+
+    usual = parallel_state._TP
+    parallel_state._TP = group
+    try:
+        yield
+    finally:
+        parallel_state._TP = usual
 
 
 def apply_runner_patch() -> None:

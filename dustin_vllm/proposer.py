@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed.parallel_state import get_tp_group, init_model_parallel_group
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+from dustin_vllm import config, patches
 
 if TYPE_CHECKING:
     from dustin_vllm.runtime import DustinRuntime
@@ -16,11 +20,40 @@ if TYPE_CHECKING:
 class DustinProposer(DraftModelProposer):
     """Drafts as vLLM does, with the scoring queries of every draft pass kept.
 
-    vLLM constructs the plain proposer; ``runtime.attach`` turns that object into this class.
+    vLLM constructs the plain proposer, which becomes this class in its constructor (patches),
+    at the latest in ``runtime.attach``.
     """
 
-    runtime: DustinRuntime
+    runtime: DustinRuntime | None = None  # None until vLLM knows its KV cache
     _first_pass_rows: torch.Tensor
+    _group_of_one: Any = None
+
+    def one_rank(self) -> AbstractContextManager[None]:
+        """Where the model is built and run. A replicated draft knows of this rank only."""
+        if not config.is_replicated(self.vllm_config):
+            return nullcontext()
+        if self._group_of_one is None:
+            group = get_tp_group()
+            backend = torch.distributed.get_backend(group.device_group)
+            ranks = [[rank] for rank in range(torch.distributed.get_world_size())]
+            self._group_of_one = init_model_parallel_group(
+                ranks, group.local_rank, backend, group_name="dustin_draft"
+            )
+        return patches.tensor_parallel_group(self._group_of_one)
+
+    def _get_model(self) -> torch.nn.Module:
+        with self.one_rank():
+            return super()._get_model()
+
+    def draft(self, **kwargs: Any) -> torch.Tensor:
+        """vLLM's loop over all draft passes; the same drafts on every rank."""
+        with self.one_rank():
+            draft_token_ids = super().propose(**kwargs)
+        if config.is_replicated(self.vllm_config):
+            # Replicas may differ by rounding, and a token that differs between the ranks of the
+            # target would spoil all of its layers.
+            draft_token_ids = get_tp_group().broadcast(draft_token_ids.contiguous())
+        return draft_token_ids
 
     def dummy_run(
         self,
@@ -31,16 +64,19 @@ class DustinProposer(DraftModelProposer):
     ) -> None:
         """Called while vLLM captures the target's graph of every size; with ``use_cudagraphs``
         for its own piecewise graphs of the draft, without for full graphs of verification."""
-        super().dummy_run(num_tokens, use_cudagraphs, is_graph_capturing, slot_mappings)
+        with self.one_rank():
+            super().dummy_run(num_tokens, use_cudagraphs, is_graph_capturing, slot_mappings)
         full = is_graph_capturing and not use_cudagraphs
-        if full and not self.speculative_config.enforce_eager:
+        if full and self.runtime is not None and not self.speculative_config.enforce_eager:
             with torch.inference_mode():
                 self.runtime.capture_drafting(num_tokens)
 
     def _determine_batch_execution_and_padding(
         self, num_tokens: int, use_cudagraphs: bool = True
     ) -> tuple[CUDAGraphMode, int, torch.Tensor | None]:
-        if self.runtime.capturing:  # no graphs within the graph, and no padding
+        if (
+            self.runtime is not None and self.runtime.capturing
+        ):  # no graphs within the graph, and no padding
             return CUDAGraphMode.NONE, num_tokens, None
         return super()._determine_batch_execution_and_padding(num_tokens, use_cudagraphs)
 
@@ -55,6 +91,7 @@ class DustinProposer(DraftModelProposer):
     def build_per_group_and_layer_attn_metadata(
         self, common_attn_metadata: Any, draft_index: int = 0
     ) -> tuple[list[object], dict[str, object]]:
+        assert self.runtime is not None
         # Called once before every draft pass. The first pass runs the accepted tokens too, so
         # each sequence's query sits where its draft is sampled; later passes have a row each.
         self.runtime.begin_draft_pass(self._first_pass_rows if draft_index == 0 else None)
@@ -65,10 +102,11 @@ class DustinProposer(DraftModelProposer):
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See ``DraftModelProposer.propose``. Afterwards the selections for the next
         verification step are published."""
+        assert self.runtime is not None
         draft_token_ids = self.runtime.replay_drafting(kwargs)
         if draft_token_ids is None:
             metadata = kwargs["common_attn_metadata"]
             self.runtime.begin_scoring(metadata, kwargs.get("num_rejected_tokens_gpu"))
-            draft_token_ids = super().propose(*args, **kwargs)
+            draft_token_ids = self.draft(**kwargs)
             self.runtime.finish_scoring()
         return draft_token_ids

@@ -75,12 +75,12 @@ class DustinRuntime(ABC):
         self.rows: list[Row] = []
         self._step = 0
 
-    @staticmethod
-    def local_heads(heads: HeadSet, layers: dict[int, Any]) -> HeadSet:
+    def local_heads(self, heads: HeadSet, layers: dict[int, Any], replicated: bool) -> HeadSet:
         """The scoring heads of one model that this rank holds."""
         group = get_tp_group()
         num_heads = next(iter(layers.values())).impl.num_heads
-        return heads.of_rank(group.rank_in_group, group.world_size, num_heads)
+        ranks = 1 if replicated else group.world_size
+        return heads.of_rank(group.rank_in_group, ranks, num_heads)
 
     def stats(self) -> dict[str, Any]:
         """Counters, plus the number of live sequences."""

@@ -53,15 +53,23 @@ class Scorer:
         layers: attention layers of the model.
         heads: scoring heads that this rank holds; may be none.
         num_heads: scoring heads of all ranks.
+        replicated: every rank holds all heads.
     """
 
     def __init__(
-        self, layers: dict[int, Any], heads: HeadSet, num_heads: int, layout: str, aggregate: str
+        self,
+        layers: dict[int, Any],
+        heads: HeadSet,
+        num_heads: int,
+        layout: str,
+        aggregate: str,
+        replicated: bool,
     ) -> None:
         self.captures = [QueryCapture(layers[index], chosen) for index, chosen in heads.layers]
         self.num_heads = num_heads
         self.layout = layout
         self.aggregate = aggregate
+        self.replicated = replicated
         for capture in self.captures:
             capture.layer.impl.capture = capture
 
@@ -108,7 +116,7 @@ class Scorer:
                 self.layout,
                 self.aggregate,
             )
-        return reduce_scores(out, self.aggregate)
+        return out if self.replicated else reduce_scores(out, self.aggregate)
 
 
 class CpuRuntime(DustinRuntime):
@@ -137,10 +145,17 @@ class CpuRuntime(DustinRuntime):
             logger.warning("Dustin's C++ kernels are not built; scoring runs in torch, slowly")
         aggregate = settings.config.aggregate
         self.target, self.draft = (
-            Scorer(layers, self.local_heads(heads, layers), heads.num_heads, layout, aggregate)
-            for layers, heads in (
-                (target_layers, settings.target_heads),
-                (draft_layers, settings.draft_heads),
+            Scorer(
+                layers,
+                self.local_heads(heads, layers, replicated),
+                heads.num_heads,
+                layout,
+                aggregate,
+                replicated,
+            )
+            for layers, heads, replicated in (
+                (target_layers, settings.target_heads, False),
+                (draft_layers, settings.draft_heads, settings.draft_replicated),
             )
         )
         self._to_score: list[int] = []  # batch rows that get a selection in this step

@@ -170,7 +170,8 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
 
     def queries(heads: HeadSet, places: int, model: Any, parallel: Any) -> QueryBuffer:
         per_rank = model.get_num_attention_heads(parallel)
-        local = heads.of_rank(group.rank_in_group, group.world_size, per_rank)
+        ranks = parallel.tensor_parallel_size
+        local = heads.of_rank(group.rank_in_group, ranks, per_rank)
         return QueryBuffer(local, places, model.get_head_size(), model.dtype, device)
 
     buffers = Buffers(
@@ -598,8 +599,9 @@ class CudaRuntime(DustinRuntime):
             settings.config.aggregate,
         )
         history = buffers.history[:num_reqs]
-        for scores in (history, lookahead):
-            reduce_scores(scores, settings.config.aggregate)
+        reduce_scores(history, settings.config.aggregate)
+        if not settings.draft_replicated:
+            reduce_scores(lookahead, settings.config.aggregate)
         # Rows without a selection write too, but their slots are not marked as published.
         slots = buffers.row_info[SLOT, :num_reqs].long()
         for group in settings.groups:

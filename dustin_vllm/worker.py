@@ -5,6 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from dustin_vllm import patches
+
+# vLLM imports this module in every worker, before it makes the model runner and the proposer.
+patches.apply_proposer_patch()
+
 
 class DustinWorkerExtension:
     """Mixed into the worker class through vLLM's ``worker_extension_cls``."""

@@ -9,7 +9,7 @@ import pytest
 from conftest import engine_args, write_tiny_qwen2
 
 from dustin_vllm import config
-from dustin_vllm.config import ConfigError
+from dustin_vllm.config import ConfigError, HeadSet
 
 
 def build(target, draft, dustin, **kw):

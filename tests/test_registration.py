@@ -109,8 +109,10 @@ def test_without_the_flag_vllm_is_as_without_the_plugin(target, draft):
 def test_every_patch_is_in_the_ledger_and_its_symbol_exists():
     from vllm.config import VllmConfig
     from vllm.config.speculative import SpeculativeConfig
+    from vllm.distributed import parallel_state
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     patches.apply_runner_patch()
@@ -120,6 +122,9 @@ def test_every_patch_is_in_the_ledger_and_its_symbol_exists():
         "CpuPlatform.get_attn_backend_cls": platform,
         "current_platform.check_and_update_config": platform,
         "VllmConfig.__post_init__": VllmConfig,
+        "SpeculativeConfig._verify_and_get_draft_tp": SpeculativeConfig,
+        "DraftModelProposer._raise_if_draft_tp_mismatch": DraftModelProposer,
+        "parallel_state._TP": parallel_state,
         "SpeculativeConfig.verify_equal_vocab_size_if_draft_model": SpeculativeConfig,
         "GPUModelRunner.initialize_metadata_builders": GPUModelRunner,
     }

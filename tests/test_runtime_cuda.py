@@ -131,6 +131,7 @@ class FakeEngine:
             for _ in range(2)
         )
         scheduler = SimpleNamespace(max_num_seqs=3)
+        parallel = SimpleNamespace(tensor_parallel_size=1)
         self.runner = SimpleNamespace(
             device=torch.device(DEVICE),
             scheduler_config=scheduler,
@@ -139,11 +140,11 @@ class FakeEngine:
             drafter=SimpleNamespace(max_model_len=512),
             vllm_config=SimpleNamespace(
                 speculative_config=SimpleNamespace(
-                    draft_model_config=draft_model, draft_parallel_config=None
+                    draft_model_config=draft_model, draft_parallel_config=parallel
                 ),
                 model_config=model,
                 scheduler_config=scheduler,
-                parallel_config=None,
+                parallel_config=parallel,
             ),
         )
         self.runtime = CudaRuntime(

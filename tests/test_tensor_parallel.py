@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import engine_args, run_python, tokens
+from conftest import engine_args, run_python, tokens, write_tiny_qwen2
 
 pytestmark = pytest.mark.engine
 
@@ -43,9 +43,10 @@ if __name__ == "__main__":
 """
 
 
-def generate_in_child(target, draft, dustin, ranks: int) -> dict:
+def generate_in_child(target, draft, dustin, ranks: int, draft_ranks: int | None = None) -> dict:
     args = engine_args(target, draft, dustin, tensor_parallel_size=ranks)
-    args["speculative_config"]["draft_tensor_parallel_size"] = ranks
+    if draft_ranks is not None:
+        args["speculative_config"]["draft_tensor_parallel_size"] = draft_ranks
     out = run_python(
         SCRIPT,
         JOB=json.dumps({"args": args, "prompts": PROMPTS}),
@@ -57,11 +58,26 @@ def generate_in_child(target, draft, dustin, ranks: int) -> dict:
     return json.loads(line.split("RESULT ", 1)[1])
 
 
+def assert_same(two: dict, one: dict) -> None:
+    assert two["selections"][0] == two["selections"][1] == one["selections"][0]
+    assert two["tokens"] == one["tokens"]
+    for counts in two["stats"]:
+        assert counts["sparse_rows"] == one["stats"][0]["sparse_rows"] > 20
+
+
 @pytest.mark.parametrize("aggregate", ["mean", "max"])
 def test_two_ranks_select_and_write_what_one_does(target, draft, aggregate):
     dustin = {"budget": 160, "recent": 32, "aggregate": aggregate, **HEADS}
     one = generate_in_child(target, draft, dustin, 1)
-    two = generate_in_child(target, draft, dustin, 2)
-    assert two["selections"][0] == two["selections"][1] == one["selections"][0]
-    assert two["tokens"] == one["tokens"]
-    assert two["stats"][0]["sparse_rows"] == one["stats"][0]["sparse_rows"] > 20
+    assert_same(generate_in_child(target, draft, dustin, 2), one)
+
+
+@pytest.mark.parametrize("asked", [None, 1])
+def test_a_draft_whose_heads_do_not_divide_runs_whole_on_every_rank(target, tmp_path, asked):
+    draft = write_tiny_qwen2(tmp_path / "odd", layers=2, heads=3, kv_heads=1, seed=1)
+    dustin = {"budget": 160, "recent": 32, "draft_budget": 96}
+    if asked is None:  # without the plugin's backend, vLLM's own error
+        with pytest.raises(AssertionError, match=r"attention heads \(3\) must be divisible"):
+            generate_in_child(target, draft, None, 2)
+    one = generate_in_child(target, draft, dustin, 1)
+    assert_same(generate_in_child(target, draft, dustin, 2, asked), one)
