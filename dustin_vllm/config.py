@@ -93,6 +93,11 @@ class DustinConfig(BaseModel):
         description="False: verify densely, and let only the draft read a selection. "
         "Output is then that of vLLM's own speculation.",
     )
+    cache_generated: bool = Field(
+        False,
+        description="Publish the KV cache of generated tokens for other requests, although it is "
+        "approximate under sparse verification.",
+    )
     verify_kernel: Literal["auto", "flash", "triton"] = Field(
         "auto",
         description="Attention kernel of batches that only verify, and of their draft passes: "
@@ -259,6 +264,11 @@ class Settings:
     target_heads: HeadSet
     draft_heads: HeadSet
     draft_replicated: bool = False  # every tensor-parallel rank runs the whole draft
+
+    @property
+    def publishes_prompts_only(self) -> bool:
+        """Whether KV of generated tokens must stay out of the prefix cache."""
+        return self.config.sparse_verification and not self.config.cache_generated
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:

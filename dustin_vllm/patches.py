@@ -23,6 +23,8 @@ logger = logging.getLogger("vllm.dustin_vllm")
 BACKEND_NAME = "DUSTIN"
 BACKEND_PATH = "dustin_vllm.backend.DustinAttentionBackend"
 WORKER_EXTENSION = "dustin_vllm.worker.DustinWorkerExtension"
+SCHEDULER = "dustin_vllm.scheduler.DustinScheduler"
+ASYNC_SCHEDULER = "dustin_vllm.scheduler.DustinAsyncScheduler"
 CPU_BLOCK_SIZE = 32
 
 
@@ -60,7 +62,7 @@ LEDGER = (
         "the draft must use the same backend for its queries to be seen. vLLM has no hook for "
         "a backend to look at the configuration.",
         how="After the original: when DUSTIN is chosen, validate, set the draft's backend, the "
-        "worker extension and, on CPU, block size 32.",
+        "worker extension, the scheduler and, on CPU, block size 32.",
         upstream="vLLM #40051, #40065 (both closed)",
         delete_when="An attention backend can take part in configuration.",
     ),
@@ -320,12 +322,28 @@ def _prepare(platform: Any, vllm_config: Any) -> None:
             "worker_extension_cls=%s is in use; the RPC dustin_stats is not available",
             parallel.worker_extension_cls,
         )
+    if cache.enable_prefix_caching and settings.publishes_prompts_only:
+        _use_scheduler(vllm_config.scheduler_config)
     if settings.config.budget < config.MIN_SENSIBLE_BUDGET:
         logger.warning(
             "dustin.budget=%d is small: below %d quality is known to suffer",
             settings.config.budget,
             config.MIN_SENSIBLE_BUDGET,
         )
+
+
+def _use_scheduler(scheduler: Any) -> None:
+    """Choose the scheduler that keeps generated blocks out of the prefix cache."""
+    from dustin_vllm import config
+
+    ours = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+    if scheduler.scheduler_cls not in (None, ours):
+        raise config.ConfigError(
+            f"scheduler_cls={scheduler.scheduler_cls} would publish approximate KV of generated "
+            "tokens to the prefix cache; accept that with dustin.cache_generated=true, or use "
+            "--no-enable-prefix-caching"
+        )
+    scheduler.scheduler_cls = ours
 
 
 def apply_proposer_patch() -> None:

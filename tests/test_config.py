@@ -62,6 +62,7 @@ def test_settings_must_be_an_object(target, draft):
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
         ({"enable_lora": True}, "LoRA"),
+        ({"scheduler_cls": "some.Scheduler"}, "cache_generated=true, or use --no-enable-prefix"),
     ],
 )
 def test_unsupported_modes_are_refused_at_start(target, draft, arguments, message):

@@ -388,6 +388,39 @@ def run_until(engine: Any, request_id: str, stop_after: int | None = None) -> li
     return ids
 
 
+@pytest.mark.parametrize("cache_generated", [False, True])
+def test_generated_blocks_are_not_published(make_llm, target, draft, cache_generated):
+    """The next turn of a chat finds the prompt in the prefix cache, and computes the rest."""
+
+    def ask(llm, prompt):
+        params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
+        return llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
+
+    prompt = tokens(7, 320)
+    settings = {**SPARSE, "cache_generated": cache_generated}
+    llm = make_llm(target, draft, settings)
+    first = ask(llm, prompt).outputs[0].token_ids
+    chat = [*prompt, *first, *tokens(8, 40)]
+    second = ask(llm, chat)
+    assert runtime_of(llm).stats()["sparse_rows"] > 10
+    if cache_generated:
+        assert second.num_cached_tokens > 320 + 32
+        return
+    assert second.num_cached_tokens == 320
+    fresh = ask(make_llm(target, draft, settings), chat)
+    assert fresh.num_cached_tokens == 0
+    assert second.outputs[0].token_ids == fresh.outputs[0].token_ids
+
+
+def test_lossless_operation_publishes_everything(make_llm, target, draft):
+    llm = make_llm(target, draft, {**SPARSE, "sparse_verification": False})
+    first = generate(llm, [tokens(7, 320)], max_tokens=80)[0]
+    again = llm.generate(
+        {"prompt_token_ids": [*tokens(7, 320), *first]}, SamplingParams(max_tokens=1)
+    )
+    assert again[0].num_cached_tokens > 320 + 32
+
+
 def test_mixed_requests(make_llm, target, draft, spy):
     """In a cache too small for all of them; every row of every step is checked."""
     llm = make_llm(
