@@ -85,6 +85,11 @@ class DustinConfig(BaseModel):
     dense_below: int = Field(
         4096, ge=0, description="Contexts shorter than this are verified densely."
     )
+    refresh_interval: int = Field(
+        0,
+        ge=0,
+        description="Verify every n-th step of a sequence densely; 0: never.",
+    )
     sample_recovery_every: int = Field(
         0, ge=0, description="Measure attention recovery every n-th verification step; 0: never."
     )
@@ -403,6 +408,28 @@ def is_active(vllm_config: VllmConfig) -> bool:
         and speculative is not None
         and speculative.method == "draft_model"
     )
+
+
+REQUEST_KEY = "dustin"  # in a request's vllm_xargs
+REQUEST_VALUES = ("sparse", "dense")
+
+
+def wants_dense(sampling_params: Any) -> bool:
+    """Whether a request asks for dense verification.
+
+    Args:
+        sampling_params: vLLM's SamplingParams, or None.
+
+    Raises:
+        ValueError: the request asks for something else than "sparse" or "dense".
+    """
+    extra = getattr(sampling_params, "extra_args", None) or {}
+    wanted = extra.get(REQUEST_KEY, "sparse")
+    if wanted not in REQUEST_VALUES:
+        raise ValueError(
+            f"vllm_xargs.{REQUEST_KEY}={wanted!r} must be {' or '.join(map(repr, REQUEST_VALUES))}"
+        )
+    return wanted == "dense"
 
 
 def is_replicated(vllm_config: VllmConfig) -> bool:

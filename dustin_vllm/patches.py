@@ -106,6 +106,14 @@ LEDGER = (
         delete_when="Proposers can be registered and vLLM can run a draft on every rank.",
     ),
     Patch(
+        symbol="vllm.v1.engine.input_processor.InputProcessor._validate_params",
+        why="A request may ask for dense verification (vllm_xargs), and one that asks for nonsense "
+        "must be refused where it arrives, not in a worker.",
+        how="When DUSTIN is chosen, check our key first.",
+        upstream="none filed",
+        delete_when="A plugin can validate the extra arguments that it reads.",
+    ),
+    Patch(
         symbol="vllm.distributed.parallel_state._TP",
         why="Layers take their share of a model from this global group when they are built, and "
         "logits are gathered over it.",
@@ -308,6 +316,7 @@ def _prepare(platform: Any, vllm_config: Any) -> None:
     if vllm_config.model_config is speculative.draft_model_config:
         return  # the rest was checked already
     settings = config.resolve(vllm_config)
+    apply_request_patch()
     speculative.attention_backend = backend
     parallel = vllm_config.parallel_config
     if not parallel.worker_extension_cls:
@@ -344,6 +353,24 @@ def _use_scheduler(scheduler: Any) -> None:
             "--no-enable-prefix-caching"
         )
     scheduler.scheduler_cls = ours
+
+
+def apply_request_patch() -> None:
+    """Check what requests ask of us, in the process that takes them. Idempotent."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    _wrap(InputProcessor, "_validate_params", _validate_params)
+
+
+def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _validate_params(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        from dustin_vllm import config
+
+        if config.is_active(self.vllm_config):
+            config.wants_dense(params)
+        return original(self, params, *args, **kwargs)
+
+    return _validate_params
 
 
 def apply_proposer_patch() -> None:

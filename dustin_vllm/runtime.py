@@ -172,8 +172,9 @@ class DustinRuntime(ABC):
         slot = self.scores.slot(request_id)
         dense = self._dense_reason(request, slot, context, num_new)
         drafts_sparsely = dense is None and self.settings.draft is not None
-        if dense is None and not self.settings.config.sparse_verification:
-            dense = DenseReason.REQUESTED
+        if dense is None:
+            dense = self._asked_for_dense(request, slot)
+        slot.sparse_steps = 0 if dense else slot.sparse_steps + 1
         slot.seen = self._step
         counters = self.counters
         if dense is not None:
@@ -205,6 +206,14 @@ class DustinRuntime(ABC):
         if self._is_short(context):
             return DenseReason.SHORT_CONTEXT
         return None if slot.fresh else DenseReason.NO_SELECTION
+
+    def _asked_for_dense(self, request: Any, slot: Slot) -> DenseReason | None:
+        """Why a row that could be sparse is not to be, or None."""
+        config_ = self.settings.config
+        if not config_.sparse_verification or config.wants_dense(request.sampling_params):
+            return DenseReason.REQUESTED
+        interval = config_.refresh_interval
+        return DenseReason.REFRESH if 0 < interval <= slot.sparse_steps + 1 else None
 
     def _is_short(self, context: int) -> bool:
         settings = self.settings

@@ -25,7 +25,8 @@ class DenseReason(str, Enum):
     SHORT_CONTEXT = "short_context"  # nothing to drop, or below dense_below
     NO_SELECTION = "no_selection"  # no selection was made in the sequence's previous step
     LONG_QUERY = "long_query"  # more new tokens than gamma + 1
-    REQUESTED = "requested"  # sparse_verification is off
+    REQUESTED = "requested"  # by the request, or sparse_verification is off
+    REFRESH = "refresh"  # refresh_interval
 
 
 class LoopReason(str, Enum):
@@ -44,6 +45,7 @@ class Slot:
     index: int
     seen: int = -1  # last step that had the sequence in its batch
     published: int = -1  # last step that made a selection for it
+    sparse_steps: int = 0  # sparse verifications since the last dense one
 
     @property
     def fresh(self) -> bool:

@@ -132,11 +132,11 @@ class Spy:
         self.steps += first_layer
 
     def look_at_draft(self, kw: dict[str, Any], first_layer: bool) -> None:
-        """The draft reads its own selection where the verification was sparse, else everything."""
+        """The draft reads its own selection where the sequence has one, else everything."""
         full_lens, runtime = self._draft_full.seq_lens, self._runtime
         for i, row in enumerate(runtime.rows):
             full_table, seq_len = self._draft_full.block_table_tensor[i], int(full_lens[i])
-            if row.dense is not None:
+            if not row.drafts_sparsely:
                 assert kw["seq_lens"][i] == seq_len
                 continue
             group = runtime.settings.draft
@@ -386,6 +386,34 @@ def run_until(engine: Any, request_id: str, stop_after: int | None = None) -> li
         if stop_after is not None and len(ids) >= stop_after:
             break
     return ids
+
+
+def test_exact_and_sparse_requests_side_by_side(make_llm, target, draft, spy):
+    expected = generate(make_llm(target, draft, None), PROMPTS)
+    llm = make_llm(target, draft, SPARSE)
+    plain = {"temperature": 0, "max_tokens": 32, "ignore_eos": True, "detokenize": False}
+    asked = [{"dustin": "dense"}, None, {"dustin": "sparse"}, {"other": 1}]
+    params = [SamplingParams(**plain, extra_args=asked[i % 4]) for i in range(len(PROMPTS))]
+    prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for i in (0, 4):
+        assert list(outputs[i].outputs[0].token_ids) == expected[i]
+    stats = runtime_of(llm).stats()
+    assert stats["dense_rows"]["requested"] > 5
+    assert stats["sparse_rows"] == spy.sparse_rows > 10
+    wrong = SamplingParams(**plain, extra_args={"dustin": "exact"})
+    with pytest.raises(ValueError, match="vllm_xargs.dustin='exact' must be 'sparse' or 'dense'"):
+        llm.generate(prompts[0], wrong, use_tqdm=False)
+    assert len(generate(llm, PROMPTS[:1])[0]) == 32  # and the engine lives
+
+
+def test_every_nth_verification_is_dense(make_llm, target, draft, spy):
+    llm = make_llm(target, draft, {**SPARSE, "refresh_interval": 3})
+    generate(llm, PROMPTS[2:3], max_tokens=60)
+    stats = runtime_of(llm).stats()
+    sparse, dense = stats["sparse_rows"], stats["dense_rows"]["refresh"]
+    assert sparse == spy.sparse_rows
+    assert dense == (sparse + dense) // 3 > 3
 
 
 @pytest.mark.parametrize("cache_generated", [False, True])

@@ -112,9 +112,11 @@ def test_every_patch_is_in_the_ledger_and_its_symbol_exists():
     from vllm.distributed import parallel_state
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    patches.apply()
     patches.apply_runner_patch()
     platform = type(current_platform)
     owners = {
@@ -125,6 +127,7 @@ def test_every_patch_is_in_the_ledger_and_its_symbol_exists():
         "SpeculativeConfig._verify_and_get_draft_tp": SpeculativeConfig,
         "DraftModelProposer._raise_if_draft_tp_mismatch": DraftModelProposer,
         "parallel_state._TP": parallel_state,
+        "InputProcessor._validate_params": InputProcessor,
         "SpeculativeConfig.verify_equal_vocab_size_if_draft_model": SpeculativeConfig,
         "GPUModelRunner.initialize_metadata_builders": GPUModelRunner,
     }

@@ -267,7 +267,7 @@ def test_steps_of_the_cuda_runtime_equal_the_reference(monkeypatch, unit, draft_
     contexts, new = [200, 130, 151], [1, 3, 1]
     for name, tokens, output in (("a", 201, 1), ("b", 400, 0), ("c", 152, 2)):
         engine.runner.requests[name] = SimpleNamespace(
-            num_tokens=tokens, output_token_ids=[0] * output
+            num_tokens=tokens, output_token_ids=[0] * output, sampling_params=None
         )
     engine.step(contexts, new, [0, 0, 0])
     assert [row.dense for row in runtime.rows] == [
@@ -302,7 +302,9 @@ def test_our_kernel_attends_to_the_selection_and_the_tail(monkeypatch, unit):
     runtime = engine.runtime
     engine.runner.input_batch.req_ids = ["a", "b"]
     for name, tokens in (("a", 201), ("b", 132)):
-        engine.runner.requests[name] = SimpleNamespace(num_tokens=tokens, output_token_ids=[0])
+        engine.runner.requests[name] = SimpleNamespace(
+            num_tokens=tokens, output_token_ids=[0], sampling_params=None
+        )
     engine.step([200, 131], [1, 1], [0, 0])
     for name in ("a", "b"):
         engine.runner.requests[name].num_tokens += 1
