@@ -283,7 +283,7 @@ def _check_and_update_config(original: Callable[..., None]) -> Callable[..., Non
 
 def _prepare(platform: Any, vllm_config: Any) -> None:
     """Validate, and change in vLLM's configuration only what sparse verification needs."""
-    from dustin_vllm import config
+    from dustin_vllm import config, metrics
 
     backend = vllm_config.attention_config.backend
     if getattr(backend, "name", None) != BACKEND_NAME:
@@ -316,7 +316,11 @@ def _prepare(platform: Any, vllm_config: Any) -> None:
     if vllm_config.model_config is speculative.draft_model_config:
         return  # the rest was checked already
     settings = config.resolve(vllm_config)
-    apply_request_patch()
+    if not getattr(speculative, "dustin_prepared", False):
+        # In the front end. Workers copy the configuration they were given, mark included.
+        speculative.dustin_prepared = True
+        apply_request_patch()
+        metrics.expose()
     speculative.attention_backend = backend
     parallel = vllm_config.parallel_config
     if not parallel.worker_extension_cls:
@@ -363,11 +367,16 @@ def apply_request_patch() -> None:
 
 
 def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm.exceptions import VLLMValidationError  # an error 400 of the server
+
     def _validate_params(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         from dustin_vllm import config
 
         if config.is_active(self.vllm_config):
-            config.wants_dense(params)
+            try:
+                config.wants_dense(params)
+            except ValueError as error:
+                raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
         return original(self, params, *args, **kwargs)
 
     return _validate_params

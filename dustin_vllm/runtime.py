@@ -16,6 +16,7 @@ Order of events in a step, all in the worker:
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from dustin_vllm import config
+from dustin_vllm import config, metrics
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
 from dustin_vllm.proposer import DustinProposer
 from dustin_vllm.state import Counters, DenseReason, LoopReason, SequenceScores, Slot
@@ -74,6 +75,8 @@ class DustinRuntime(ABC):
         )
         self.rows: list[Row] = []
         self._step = 0
+        self._stats_file = metrics.worker_file() if get_tp_group().rank_in_group == 0 else None
+        self._next_publication = 0.0
 
     def local_heads(self, heads: HeadSet, layers: dict[int, Any], replicated: bool) -> HeadSet:
         """The scoring heads of one model that this rank holds."""
@@ -85,6 +88,13 @@ class DustinRuntime(ABC):
     def stats(self) -> dict[str, Any]:
         """Counters, plus the number of live sequences."""
         return {**self.counters.as_dict(), "live_sequences": len(self.scores)}
+
+    def _publish_stats(self) -> None:
+        """Show the counters to the front end, now and then."""
+        now = time.monotonic()
+        if self._stats_file is not None and now >= self._next_publication:
+            self._next_publication = now + metrics.PUBLISH_SECONDS
+            self._stats_file.write(self.stats())
 
     @abstractmethod
     def plan_verification(self, metadata: Any) -> Any:
@@ -159,6 +169,7 @@ class DustinRuntime(ABC):
         requests = self.runner.requests
         request_ids = self.runner.input_batch.req_ids[: metadata.num_reqs]
         self._step += 1
+        self._publish_stats()
         self.scores.keep_only(requests)
         starts = metadata.query_start_loc_cpu.tolist()
         seq_lens = metadata.seq_lens_cpu_upper_bound.tolist()

@@ -324,10 +324,11 @@ class CudaRuntime(DustinRuntime):
         self._graphs = DraftGraphs(self, runner.drafter, self.buffers.draft_inputs)
         self._verified_steps = 0
         self._block_table: torch.Tensor | None = None
+        self._recovery_host = torch.zeros(2, device="cpu", pin_memory=runner.device.type == "cuda")
         logger.info("Dustin: %.0f MiB of device buffers", self.buffers.num_bytes() / 2**20)
 
     def stats(self) -> dict[str, Any]:
-        total, samples = self.buffers.recovery.tolist()
+        total, samples = self._recovery_host.tolist()
         self.counters.recovery_sum, self.counters.recovery_samples = total, int(samples)
         return super().stats()
 
@@ -684,3 +685,4 @@ class CudaRuntime(DustinRuntime):
         total = mass.sum(1).clamp(min=1e-9)
         buffers.recovery[0] += (covered / total * sampled).sum()
         buffers.recovery[1] += sampled.sum()
+        self._recovery_host.copy_(buffers.recovery, non_blocking=True)  # read when it is there

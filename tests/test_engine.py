@@ -20,9 +20,10 @@ from conftest import (
     tokens,
 )
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backends import cpu_attn
 
-from dustin_vllm import cpu_ops, reference
+from dustin_vllm import cpu_ops, metrics, reference
 from dustin_vllm.backend_cpu import DustinCPUAttentionBackendImpl
 from dustin_vllm.draft_graphs import DraftGraphs, draft_inputs
 from dustin_vllm.runtime_cpu import CpuRuntime
@@ -402,9 +403,32 @@ def test_exact_and_sparse_requests_side_by_side(make_llm, target, draft, spy):
     assert stats["dense_rows"]["requested"] > 5
     assert stats["sparse_rows"] == spy.sparse_rows > 10
     wrong = SamplingParams(**plain, extra_args={"dustin": "exact"})
-    with pytest.raises(ValueError, match="vllm_xargs.dustin='exact' must be 'sparse' or 'dense'"):
+    with pytest.raises(VLLMValidationError, match="'exact' must be 'sparse' or 'dense'"):
         llm.generate(prompts[0], wrong, use_tqdm=False)
     assert len(generate(llm, PROMPTS[:1])[0]) == 32  # and the engine lives
+
+
+def test_counters_are_metrics_of_vllm(make_llm, target, draft, monkeypatch):
+    monkeypatch.setattr(metrics, "PUBLISH_SECONDS", 0)
+    llm = make_llm(target, draft, {**SPARSE, "sample_recovery_every": 1})
+
+    def read() -> dict[str, float]:
+        return {
+            m.name.removeprefix("vllm:dustin_") + m.labels.get("reason", ""): m.value
+            for m in llm.get_metrics()
+            if m.name.startswith("vllm:dustin_")
+        }
+
+    assert not any(read().values())  # a new engine, even after others in this process
+    generate(llm, PROMPTS)
+    before = runtime_of(llm).stats()
+    generate(llm, [[5, 6]], max_tokens=1)  # what the last steps counted shows in the next one
+    shown = read()
+    for name in ("sparse_rows", "kv_tokens_read", "selections", "recovery_samples"):
+        assert shown[name] == before[name] > 0
+    for reason, rows in before["dense_rows"].items():
+        assert shown[f"dense_rows{reason}"] == rows
+    assert shown["dense_rowslong_query"] == 0
 
 
 def test_every_nth_verification_is_dense(make_llm, target, draft, spy):

@@ -157,11 +157,33 @@ def test_a_bad_request_is_refused_and_the_server_goes_on(client):
     assert client.completions.create(model="tiny", prompt="hello", max_tokens=4, **OPTIONS)
 
 
-def test_speculation_is_seen_in_the_metrics(client):
+def test_an_exact_request_and_one_that_asks_for_nonsense(client):
+    from openai import BadRequestError
+
+    def ask(wanted: str):
+        extra = {"ignore_eos": True, "vllm_xargs": {"dustin": wanted}}
+        return client.completions.create(
+            model="tiny", prompt=TEXT, max_tokens=8, temperature=0, extra_body=extra
+        )
+
+    assert ask("dense").usage.completion_tokens == 8
+    with pytest.raises(BadRequestError, match="must be 'sparse' or 'dense'"):
+        ask("exact")
+    assert ask("sparse").usage.completion_tokens == 8
+
+
+def test_what_it_does_is_seen_in_the_metrics(client):
     import urllib.request
 
+    time.sleep(1)
+    client.completions.create(model="tiny", prompt=TEXT, max_tokens=8, **OPTIONS)
     url = str(client.base_url).replace("/v1/", "/metrics")
     with urllib.request.urlopen(url, timeout=30) as answer:
-        text = answer.read().decode()
-    line = next(s for s in text.splitlines() if s.startswith("vllm:spec_decode_num_accepted_tok"))
-    assert float(line.split()[-1]) > 0
+        lines = answer.read().decode().splitlines()
+
+    def value(start: str) -> float:
+        return float(next(line for line in lines if line.startswith(start)).split()[-1])
+
+    assert value("vllm:spec_decode_num_accepted_tok") > 0
+    assert value("vllm:dustin_sparse_rows_total") > 0
+    assert value('vllm:dustin_dense_rows_total{reason="requested"}') > 0
