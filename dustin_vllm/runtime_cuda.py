@@ -158,6 +158,7 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
     if vllm_config.model_config is speculative.draft_model_config:
         raise RuntimeError("dustin_vllm: the draft was built before the target")
     settings = config.resolve(vllm_config)
+    check_granularity(settings)
     rows = vllm_config.scheduler_config.max_num_seqs
     context = vllm_config.model_config.max_model_len
     width = -(-context // settings.unit)
@@ -255,9 +256,34 @@ def _attention_workspaces(
     return made
 
 
+def flash_attention_version() -> int | None:
+    """The FlashAttention that vLLM uses on this device."""
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    return get_flash_attn_version()
+
+
 def uses_triton(settings: Settings) -> bool:
     """Whether batches that only verify use our attention kernel."""
-    return settings.config.verify_kernel == "triton"
+    kernel = settings.config.verify_kernel
+    if kernel == "auto":
+        # FlashAttention 2 has no schedule to share between layers and was not measured.
+        return flash_attention_version() != 3
+    return kernel == "triton"
+
+
+def check_granularity(settings: Settings) -> None:
+    """Refuse what the device's kernels cannot read.
+
+    Raises:
+        ConfigError: token granularity without FlashAttention 3.
+    """
+    version = flash_attention_version()
+    if settings.unit == 1 and version != 3:
+        raise config.ConfigError(
+            f"dustin.granularity='token' needs FlashAttention 3 (Hopper), which reads pages of one "
+            f"token; this device has version {version}. Use 'block'"
+        )
 
 
 def attend(impl: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, out: Any) -> None:

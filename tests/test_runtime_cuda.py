@@ -117,6 +117,7 @@ class FakeEngine:
             draft_heads=HeadSet(((0, (0, 3)),)),
         )
         monkeypatch.setattr(runtime_cuda.config, "resolve", lambda _: self.settings)
+        monkeypatch.setattr(runtime_cuda, "flash_attention_version", lambda: 3)
         for module in (runtime, runtime_cuda):
             monkeypatch.setattr(module, "get_tp_group", lambda: ONE_RANK)
         self.layers = {model: {i: self.layer() for i in range(2)} for model in ("target", "draft")}
@@ -339,6 +340,17 @@ def test_our_kernel_attends_to_the_selection_and_the_tail(monkeypatch, unit):
         )
         assert torch.allclose(out[span].cpu(), wanted, atol=1e-5)
     assert out[5:].isnan().all()
+
+
+def test_without_flash_attention_3_our_kernel_serves_blocks_only(monkeypatch):
+    engine = FakeEngine(monkeypatch, 16, None, "auto")
+    assert not runtime_cuda.uses_triton(engine.settings)
+    monkeypatch.setattr(runtime_cuda, "flash_attention_version", lambda: 2)
+    assert runtime_cuda.uses_triton(engine.settings)
+    runtime_cuda.check_granularity(engine.settings)
+    tokens = dataclasses.replace(engine.settings, unit=1)
+    with pytest.raises(runtime_cuda.config.ConfigError, match="has version 2. Use 'block'"):
+        runtime_cuda.check_granularity(tokens)
 
 
 def test_our_kernel_refuses_too_many_queries(monkeypatch):
