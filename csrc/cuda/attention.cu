@@ -26,10 +26,10 @@
 namespace dustin {
 namespace {
 
-constexpr int kMaxStages = 8;               // cp_async_wait knows as many
-constexpr int kMaxShared = 227 * 1024;      // of a block on sm_90
+constexpr int kMaxStages = 8;           // cp_async_wait knows as many
+constexpr int kMaxShared = 227 * 1024;  // of a block on sm_90
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kNothingSeen = -1e30f;      // finite: rows that see nothing give 0 and not NaN
+constexpr float kNothingSeen = -1e30f;  // finite: rows that see nothing give 0 and not NaN
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
 enum Error : int {
@@ -43,12 +43,17 @@ enum Error : int {
 
 struct Arguments {
   uint16_t* out;
-  const uint16_t *queries, *keys, *values;
+  const uint16_t* queries;
+  const char *keys, *values;
   const int32_t *block_table, *seq_lens, *query_starts;
   int64_t query_stride, query_head_stride, out_stride, out_head_stride;
-  int64_t page_stride, token_stride, head_stride, table_stride;
-  int32_t group, page_shift, stages;
+  int64_t page_bytes, token_bytes, head_bytes, table_stride;
+  int32_t group, page_shift, split_shift, stages;
+  uint32_t group_inverse;  // 2^16 / group + 1
   float scale_log2;
+
+  // The query of row m: m / group, exact for m < 64, without a division's latency.
+  DUSTIN_DEVICE int query_of(int m) const { return m * group_inverse >> 16; }
 };
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -73,11 +78,11 @@ struct Config {
   static constexpr int kRoom = max_of(kScoreParts * kScoreColumns, kOutParts * kOutColumns);
   static constexpr int kRows = kRoom * 8;
 
-  // Two blocks of 256 threads per multiprocessor leave 128 registers per thread. Where the
-  // queries do not fit into them they are read from shared memory at each tile.
-  static constexpr int kMinBlocks = kThreads == 256 && kTile == 64 ? 2 : kThreads == 256 ? 1 : 2;
+  // Two blocks of 256 threads per multiprocessor leave 128 registers per thread. The queries stay
+  // in registers where they fit, or are read from shared memory again at each tile.
+  static constexpr int kMinBlocks = kTile == 64 && kDim * kColumns <= 128 * 5 ? 2 : 1;
   static constexpr int kQueryRegisters = kScoreColumns * kDim / 16 * 2;
-  static constexpr bool kHoldQueries = kQueryRegisters <= (kThreads * kMinBlocks > 256 ? 48 : 96);
+  static constexpr bool kHoldQueries = kQueryRegisters <= (kThreads * kMinBlocks > 256 ? 48 : 80);
 
   static constexpr int kRowBytes = kDim * 2;
   static constexpr int kQueryBytes = kRows * kRowBytes;
@@ -89,7 +94,8 @@ struct Config {
   static constexpr int kShrink = kMaxima + kTokenGroups * kRows * 4;
   static constexpr int kLimits = kShrink + kRows * 4;
   static constexpr int kRowMax = kLimits + kRows * 4;
-  static constexpr int kRowSum = kRowMax + kRows * 4;
+  static constexpr int kCopyBytes = kTokenGroups * kRows * 4;  // of kRowMax, for even and odd tiles
+  static constexpr int kRowSum = kRowMax + 2 * kCopyBytes;
   static constexpr int kRing = ceil_div(kRowSum + kRows * 4, 128) * 128;
   static constexpr int kValues = kTile * kRowBytes;  // in a stage, after the keys
   static constexpr int kStageBytes = 2 * kValues;
@@ -98,12 +104,17 @@ struct Config {
 
   static_assert(kTile % 32 == 0 && kWarps % kTokenGroups == 0 && kWarps % kDimGroups == 0);
   static_assert(kTile / kWarps % 8 == 0 && 32 % (kTile / kWarps) == 0);
+  static_assert(kRows <= kThreads);
   static_assert(kRows * kPartPitch <= 2 * kStageBytes && kRing + 2 * kStageBytes <= kMaxShared);
 };
 
-// Rows of keys, values and queries are stored with their 16-byte units permuted, so that
-// ldmatrix, which reads one unit of 8 rows, hits every bank once.
+// Rows of keys, values and queries are stored with their 16-byte units permuted, 8 by 8, so that
+// ldmatrix, which reads one unit of 8 rows, hits every bank once. `step` is even and known to the
+// compiler: what it adds beyond 8 units becomes an immediate, and needs no register.
 DUSTIN_DEVICE uint32_t swizzle(int unit, int row) { return (unit ^ (row & 7)) << 4; }
+DUSTIN_DEVICE uint32_t swizzle(int step, int unit, int row) {
+  return swizzle(unit ^ (step & 7), row) + (step & ~7) * 16;
+}
 
 // Copies a warp's tokens of each tile. Which tokens these are is known from the start, so lane l
 // reads the table entries of the warp's tokens l, l + 32, l + 64, ... well before they are needed
@@ -116,22 +127,22 @@ struct Loader {
 
   const Arguments& a;
   const int32_t* table;
-  const uint16_t* source;  // what this lane copies of a token at offset 0
-  uint32_t target;         // and where to, in stage 0
+  const char* source;  // what this lane copies of a token at offset 0
+  uint32_t target;     // and where to, in stage 0
   int lane, unit, first, end;
-  int32_t page[2];         // of this lane's next two tokens
-  int64_t offset;          // of this lane's current one, -1 past the end
+  int32_t page[2];     // of this lane's next two tokens
+  int64_t offset;      // of this lane's current one, in bytes
 
   DUSTIN_DEVICE Loader(const Arguments& a, const int32_t* table, int head, int warp, int lane,
                        int begin, int end, uint32_t ring)
-      : a(a), table(table), lane(lane), first(begin + warp * kTokens), end(end), offset(-1) {
+      : a(a), table(table), lane(lane), first(begin + warp * kTokens), end(end), offset(0) {
     page[0] = read_page(lane);
     page[1] = read_page(lane + 32);
     const int in_row = lane % kLanes, in_step = lane / kLanes;
     const bool value = in_row >= kLanes / 2;
     const int source_unit = in_row % (kLanes / 2);
     unit = source_unit ^ in_step;
-    source = (value ? a.values : a.keys) + head * a.head_stride + source_unit * 8;
+    source = (value ? a.values : a.keys) + head * a.head_bytes + source_unit * 16;
     target = ring + (value ? C::kValues : 0) + (warp * kTokens + in_step) * C::kRowBytes;
   }
 
@@ -146,18 +157,18 @@ struct Loader {
   DUSTIN_DEVICE void fetch(int tile, int stage) {
     const int slot = tile * kTokens;
     if (slot % 32 == 0) {
-      const int p = position(slot + lane);
-      const int in_page = p & ((1 << a.page_shift) - 1);
-      offset = p < end ? page[0] * a.page_stride + in_page * a.token_stride : -1;
+      const int in_page = position(slot + lane) & ((1 << a.page_shift) - 1);
+      offset = page[0] * a.page_bytes + in_page * a.token_bytes;
       page[0] = page[1];
       page[1] = read_page(slot + 64 + lane);
     }
     const uint32_t to = target + stage * C::kStageBytes;
+    const int left = end - first - tile * C::kTile - lane / kLanes;
+    const int unit = recomputed(this->unit);
 #pragma unroll
     for (int j = 0; j < kTokens; j += kStep) {
       const int64_t from = __shfl_sync(kWholeWarp, offset, slot % 32 + j + lane / kLanes);
-      cp_async16(to + j * C::kRowBytes + swizzle(unit, j), source + (from < 0 ? 0 : from),
-                 from >= 0);
+      cp_async16(to + j * C::kRowBytes + swizzle(unit, j), source + from, j < left);
     }
   }
 };
@@ -166,10 +177,11 @@ struct Loader {
 template <class C>
 DUSTIN_DEVICE void load_queries(const Arguments& a, int first_query, int rows, int head,
                                 uint32_t target) {
+#pragma unroll 1  // a short kernel waits for its instructions, too
   for (int i = threadIdx.x; i < C::kRows * C::kDim / 8; i += C::kThreads) {
     const int m = i / (C::kDim / 8), unit = i % (C::kDim / 8);
     const bool used = m < rows;
-    const int query = used ? m / a.group : 0, member = used ? m % a.group : 0;
+    const int query = used ? a.query_of(m) : 0, member = used ? m - query * a.group : 0;
     const uint16_t* source = a.queries + (first_query + query) * a.query_stride +
                              (head * a.group + member) * a.query_head_stride + unit * 8;
     cp_async16(target + m * C::kRowBytes + swizzle(unit, m), source, used);
@@ -180,7 +192,7 @@ DUSTIN_DEVICE void load_queries(const Arguments& a, int first_query, int rows, i
 template <class C>
 DUSTIN_DEVICE void read_query(uint32_t (&q)[4], uint32_t queries, int column, int step, int lane) {
   ldmatrix_x4(q, queries + (column * 8 + lane % 8) * C::kRowBytes +
-                     swizzle(step * 2 + lane / 8, lane));
+                     swizzle(step * 2, lane / 8, lane));
 }
 
 // Logits of 16 tokens and this warp's columns.
@@ -197,7 +209,7 @@ DUSTIN_DEVICE void multiply_keys(float (&s)[C::kScoreColumns][4], uint32_t keys,
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       ldmatrix_x4(k[half], keys + row * C::kRowBytes +
-                               swizzle((step + half) * 2 + lane / 16, row));
+                               swizzle((step + half) * 2, lane / 16, row));
 #pragma unroll
     for (int i = 0; i < C::kScoreColumns; ++i) {
       uint32_t q[4];
@@ -257,6 +269,7 @@ DUSTIN_DEVICE void combine(const Arguments& a, uint32_t shared, int first_query,
                            int head, int split, int splits) {
   constexpr int kUnits = C::kDim / 8;
   constexpr int kBatch = 4;  // parts loaded at once, to pay their latency once
+#pragma unroll 1
   for (int i = split * C::kThreads + threadIdx.x; i < rows * kUnits; i += splits * C::kThreads) {
     const int m = i / kUnits, unit = i % kUnits;
     float total_max = kNothingSeen, total_sum = 0, total[8] = {};
@@ -267,7 +280,7 @@ DUSTIN_DEVICE void combine(const Arguments& a, uint32_t shared, int first_query,
       for (int j = 0; j < kBatch; ++j) {
         if (begin + j >= splits) break;
         const uint32_t base = splits > 1 ? map_cluster(shared, begin + j) : shared;
-        part_max[j] = load_cluster(base + C::kRowMax + m * 4);
+        part_max[j] = load_cluster(base + C::kShrink + m * 4);
         part_sum[j] = load_cluster(base + C::kRowSum + m * 4);
         const uint32_t place = base + C::kRing + m * C::kPartPitch + unit * 32;
         part[j][0] = load_cluster4(place);
@@ -294,8 +307,9 @@ DUSTIN_DEVICE void combine(const Arguments& a, uint32_t shared, int first_query,
     packed.y = pack(element, total[2] * inverse, total[3] * inverse);
     packed.z = pack(element, total[4] * inverse, total[5] * inverse);
     packed.w = pack(element, total[6] * inverse, total[7] * inverse);
-    uint16_t* target = a.out + (first_query + m / a.group) * a.out_stride +
-                       (head * a.group + m % a.group) * a.out_head_stride + unit * 8;
+    const int query = a.query_of(m), member = m - query * a.group;
+    uint16_t* target = a.out + (first_query + query) * a.out_stride +
+                       (head * a.group + member) * a.out_head_stride + unit * 8;
     *reinterpret_cast<uint4*>(target) = packed;
   }
 }
@@ -320,13 +334,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   if (queries <= 0) return;  // as do all blocks of the cluster
   const int rows = min(queries * a.group, C::kColumns * 8);
   // In units of 16, so that the parts are of even lengths.
-  const int share = (seq_len + 16 * splits - 1) / (16 * splits) * 16;
+  const int share = (seq_len + (16 << a.split_shift) - 1) >> (4 + a.split_shift) << 4;
   const int begin = min(split * share, seq_len), end = min(begin + share, seq_len);
   const int tiles = (end - begin + C::kTile - 1) / C::kTile;
 
   const uint32_t shared = shared_memory(), ring = shared + C::kRing;
   Loader<C> loader(a, table, head, warp, lane, begin, end, ring);
   load_queries<C>(a, first_query, rows, head, shared);
+#pragma unroll 1
   for (int t = 0; t < a.stages; ++t) {
     if (t < tiles) loader.fetch(t, t);
     cp_async_commit();
@@ -334,8 +349,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
   // Row m of the queries sees positions below limit[m] of this block's part.
   const int all_see = min(end, seq_len - queries + 1);
-  for (int m = threadIdx.x; m < C::kRows; m += C::kThreads) {
-    const int limit = m < rows ? min(end, seq_len - queries + 1 + m / a.group) : end;
+  if (const int m = threadIdx.x; m < C::kRows) {
+    const int limit = m < rows ? min(end, seq_len - queries + 1 + a.query_of(m)) : end;
     store_shared(shared + C::kLimits + m * 4, static_cast<uint32_t>(limit));
   }
 
@@ -348,11 +363,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t maxima = shared + C::kMaxima + thread_row * 4;
   const uint32_t my_maxima = maxima + token_group * C::kRows * 4;
   float s[C::kScoreColumns][4];
-  float running_max[C::kScoreColumns][2], running_sum[C::kScoreColumns][2];
+  float running_sum[C::kScoreColumns][2] = {};  // over this thread's tokens
+  // The running maxima wait in shared memory, as registers are short: one copy per token group
+  // before even tiles, another before odd ones.
+  const uint32_t running_max = shared + C::kRowMax + (token_group * C::kRows + thread_row) * 4;
+  if (scores && lane < 4) {
 #pragma unroll
-  for (int i = 0; i < C::kScoreColumns; ++i)
-#pragma unroll
-    for (int c = 0; c < 2; ++c) running_max[i][c] = kNothingSeen, running_sum[i][c] = 0;
+    for (int i = 0; i < C::kScoreColumns; ++i)
+      store_shared(running_max + i * 32, make_float2(kNothingSeen, kNothingSeen));
+  }
   // And of O^T.
   const int dim_tile = warp % C::kDimGroups * C::kDimTiles;
   const int out_column = warp / C::kDimGroups * C::kOutColumns;
@@ -396,10 +415,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     }
   };
   // Logits to P, given all warps' maxima.
-  const auto weigh = [&] {
+  const auto weigh = [&](int tile) {
+    const uint32_t max_before = running_max + tile % 2 * C::kCopyBytes;
+    const uint32_t max_after = running_max + (tile + 1) % 2 * C::kCopyBytes;
 #pragma unroll
     for (int i = 0; i < C::kScoreColumns; ++i) {
-      float top[2] = {running_max[i][0], running_max[i][1]}, shrink[2], p[4];
+      const float2 before = load_shared2(max_before + i * 32);
+      float top[2] = {before.x, before.y}, p[4];
 #pragma unroll
       for (int group = 0; group < C::kTokenGroups; ++group) {
         const float2 other = load_shared2(maxima + (group * C::kRows + i * 8) * 4);
@@ -407,19 +429,20 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       }
 #pragma unroll
       for (int c = 0; c < 4; ++c) p[c] = exp2_fast(s[i][c] - top[c % 2]);
+      const float shrink[2] = {exp2_fast(before.x - top[0]), exp2_fast(before.y - top[1])};
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        shrink[c] = exp2_fast(running_max[i][c] - top[c]);
+      for (int c = 0; c < 2; ++c)
         running_sum[i][c] = running_sum[i][c] * shrink[c] + p[c] + p[c + 2];
-        running_max[i][c] = top[c];
-      }
       const uint32_t place = shared + C::kWeights + thread_token * C::kWeightPitch +
                              (thread_row + i * 8) * 2;
       store_shared(place, pack(typename C::Element(), p[0], p[1]));
       store_shared(place + 8 * C::kWeightPitch, pack(typename C::Element(), p[2], p[3]));
-      if (token_group == 0 && lane < 4)
-        store_shared(shared + C::kShrink + (thread_row + i * 8) * 4,
-                     make_float2(shrink[0], shrink[1]));
+      if (lane < 4) {
+        store_shared(max_after + i * 32, make_float2(top[0], top[1]));
+        if (token_group == 0)
+          store_shared(shared + C::kShrink + (thread_row + i * 8) * 4,
+                       make_float2(shrink[0], shrink[1]));
+      }
     }
   };
 
@@ -443,16 +466,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       if (last < tiles) loader.fetch(last, stage > 0 ? stage - 1 : a.stages - 1);
       cp_async_commit();
     }
-    if (scores) weigh();
+    if (scores) weigh(t);
     cp_async_wait(a.stages - 2);
     __syncthreads();  // P of tile t and the keys of tile t + 1 are there
     const bool more = t + 1 < tiles;
-    if (scores && more) score(next);
     if (outputs)
       multiply_values<C>(acc, ring + stage * C::kStageBytes + C::kValues, shared + C::kWeights,
                          shared + C::kShrink, dim_tile, out_column,
                          end - begin - t * C::kTile, lane);
-    if (scores && more) mask_and_share_maxima(t + 1);
+    if (scores && more) score(next), mask_and_share_maxima(t + 1);
     stage = next;
   }
 
@@ -465,21 +487,20 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2)
           running_sum[i][c] += __shfl_xor_sync(kWholeWarp, running_sum[i][c], distance);
-      if (lane < 4) {
+      if (lane < 4)
         store_shared(my_maxima + i * 32, make_float2(running_sum[i][0], running_sum[i][1]));
-        if (token_group == 0)
-          store_shared(shared + C::kRowMax + (thread_row + i * 8) * 4,
-                       make_float2(running_max[i][0], running_max[i][1]));
-      }
     }
   }
   __syncthreads();  // the ring is used up, the sums are there
-  for (int m = threadIdx.x; m < rows; m += C::kThreads) {
+  if (const int m = threadIdx.x; m < rows) {
     float sum = 0;
 #pragma unroll
     for (int group = 0; group < C::kTokenGroups; ++group)
       sum += load_shared(shared + C::kMaxima + (group * C::kRows + m) * 4);
     store_shared(shared + C::kRowSum + m * 4, sum);
+    // The maxima move where all blocks of the cluster look for them.
+    store_shared(shared + C::kShrink + m * 4,
+                 load_shared(shared + C::kRowMax + tiles % 2 * C::kCopyBytes + m * 4));
   }
   if (outputs) {
 #pragma unroll
@@ -493,14 +514,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           store_shared(ring + query_row * C::kPartPitch + dim * 4, acc[m][n][c]);
         }
   }
-  if (splits == 1) {
-    __syncthreads();
-    combine<C>(a, shared, first_query, rows, head, split, splits);
-  } else {
+  if (splits > 1)
     cluster_sync();
-    combine<C>(a, shared, first_query, rows, head, split, splits);
-    cluster_sync();  // no block leaves while another reads its memory
-  }
+  else
+    __syncthreads();
+  combine<C>(a, shared, first_query, rows, head, split, splits);
+  if (splits > 1) cluster_sync_reads();  // no block leaves while another reads its memory
 }
 
 // Ring sizes are in bytes, as what counts is how much is in flight: 96 KiB let two blocks share
@@ -514,7 +533,7 @@ constexpr Variant kVariants[] = {
     {64, 8, 192 * 1024},   // 2
     {128, 8, 192 * 1024},  // 3
     {64, 4, 96 * 1024},    // 4
-    {64, 4, 64 * 1024},    // 5
+    {64, 4, 192 * 1024},   // 5
 };
 constexpr int kNumVariants = sizeof(kVariants) / sizeof(kVariants[0]);
 
@@ -547,8 +566,10 @@ int launch(Arguments a, dim3 grid, int ring, cudaStream_t stream) {
 template <class Element, int kDim, int kColumns>
 int launch_tuned(const Arguments& a, dim3 grid, int variant, cudaStream_t stream) {
   const Variant v = kVariants[variant];
-  if (v.tile == 128) return launch<Config<Element, kDim, kColumns, 128, 8>>(a, grid, v.ring, stream);
-  if (v.warps == 4) return launch<Config<Element, kDim, kColumns, 64, 4>>(a, grid, v.ring, stream);
+  if (v.tile == 128)
+    return launch<Config<Element, kDim, kColumns, 128, 8>>(a, grid, v.ring, stream);
+  if (v.warps == 4)
+    return launch<Config<Element, kDim, kColumns, 64, 4>>(a, grid, v.ring, stream);
   return launch<Config<Element, kDim, kColumns, 64, 8>>(a, grid, v.ring, stream);
 }
 
@@ -583,7 +604,7 @@ extern "C" int dustin_paged_attention(
     int32_t variant, float scale, void* stream) {
   using namespace dustin;
   if (head_dim != 64 && head_dim != 128) return kBadHeadDim;
-  if (max_queries * group > 64) return kTooManyRows;
+  if (group < 1 || int64_t{max_queries} * group > 64) return kTooManyRows;
   if (page_size < 1 || (page_size & (page_size - 1))) return kBadPageSize;
   if (num_splits != 1 && num_splits != 2 && num_splits != 4 && num_splits != 8) return kBadSplits;
   if (variant < 0 || variant >= kNumVariants) return kBadVariant;
@@ -599,8 +620,8 @@ extern "C" int dustin_paged_attention(
   Arguments a = {};
   a.out = static_cast<uint16_t*>(out);
   a.queries = static_cast<const uint16_t*>(queries);
-  a.keys = static_cast<const uint16_t*>(keys);
-  a.values = static_cast<const uint16_t*>(values);
+  a.keys = static_cast<const char*>(keys);
+  a.values = static_cast<const char*>(values);
   a.block_table = block_table;
   a.seq_lens = seq_lens;
   a.query_starts = query_starts;
@@ -608,12 +629,14 @@ extern "C" int dustin_paged_attention(
   a.query_head_stride = query_head_stride;
   a.out_stride = out_stride;
   a.out_head_stride = out_head_stride;
-  a.page_stride = page_stride;
-  a.token_stride = token_stride;
-  a.head_stride = head_stride;
+  a.page_bytes = page_stride * 2;
+  a.token_bytes = token_stride * 2;
+  a.head_bytes = head_stride * 2;
   a.table_stride = table_stride;
   a.group = group;
   while (1 << a.page_shift < page_size) ++a.page_shift;
+  while (1 << a.split_shift < num_splits) ++a.split_shift;
+  a.group_inverse = (1 << 16) / group + 1;
   a.scale_log2 = scale * kLog2e;
   const dim3 grid(num_splits, kv_heads, rows);
   const auto launch = is_bf16 ? launch_dim<BFloat16> : launch_dim<Float16>;

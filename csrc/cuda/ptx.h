@@ -21,11 +21,21 @@ DUSTIN_DEVICE uint32_t shared_memory() {
   return static_cast<uint32_t>(__cvta_generic_to_shared(memory));
 }
 
-// 16 bytes from global to shared memory, zeros if not `valid`: `source` is not read then.
+// x, as a value that the compiler knows nothing of: what depends on it is computed where it is
+// needed, and not ahead of a loop, where it would take registers.
+DUSTIN_DEVICE int recomputed(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// 16 bytes from global to shared memory, zeros if not `valid`: `source` is not read then. The
+// predicate is one instruction; the operand for the number of bytes takes five to prepare.
 DUSTIN_DEVICE void cp_async16(uint32_t target, const void* source, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target),
-               "l"(__cvta_generic_to_global(source)), "r"(valid ? 16 : 0)
-               : "memory");
+  asm volatile(
+      "{\n\t.reg .pred ignore;\n\tsetp.eq.s32 ignore, %2, 0;\n\t"
+      "cp.async.cg.shared.global [%0], [%1], 16, ignore;\n\t}" ::"r"(target),
+      "l"(__cvta_generic_to_global(source)), "r"(static_cast<int>(valid))
+      : "memory");
 }
 DUSTIN_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -135,8 +145,15 @@ DUSTIN_DEVICE float4 load_cluster4(uint32_t address) {
                : "memory");
   return x;
 }
+
+// All threads of the cluster meet. The first makes what was written before visible after; the
+// second only tells that reads are done, whose values their readers have used: it does not wait
+// for their stores to global memory, as a release would.
 DUSTIN_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+}
+DUSTIN_DEVICE void cluster_sync_reads() {
+  asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
 }
 
 }  // namespace dustin
