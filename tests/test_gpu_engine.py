@@ -142,11 +142,11 @@ class Spy:
             chosen = self.runtime.scores.selections["target"][row.slot.index].tolist()
             span, seq_len = slice(starts[i], starts[i + 1]), seq_lens[i]
             context = seq_len - (span.stop - span.start)
-            expected_length = self.runtime._sparse_length(
-                self.runtime.settings.target, context, seq_len
-            )
-            assert int(metadata.seq_lens[i]) == expected_length < seq_len
+            # Rejected drafts may leave no more units than the budget.
+            dropped = max(0, context // unit - self.runtime.settings.target.budget_units)
+            assert int(metadata.seq_lens[i]) == seq_len - dropped * unit
             keys, values = gathered(kv_cache, self.full.block_table_tensor[i], seq_len)
+            chosen = chosen[: context // unit]
             wanted = reference.sparse_attention(
                 query[span].cpu(), keys, values, impl.scale, chosen, context, unit
             )
