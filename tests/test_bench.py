@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -381,3 +385,35 @@ def test_engine_benchmark_refuses_dense_verification(
     data = json.loads(report.read_text())
     assert data["modes"] == {}
     assert "short_context" in data["failures"][0]
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+def test_a_benchmark_that_is_ended_ends_its_worker(
+    tmp_path: Path, target: Path, draft: Path
+) -> None:
+    """It would keep the GPU's memory."""
+
+    def workers() -> list[Path]:
+        found = []
+        for process in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                command = (process / "cmdline").read_text()
+                if process.name.isdigit() and "--worker" in command and str(tmp_path) in command:
+                    found.append(process)
+        return found
+
+    def wait(until: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not until():
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+    command = [sys.executable, "-m", "dustin_vllm.bench.cli", "engine", "--modes", "plain"]
+    command += ["--model", str(target), "--draft", str(draft), "--batch", "1", "--context", "512"]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    benchmark = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
+    wait(lambda: bool(workers()))
+    benchmark.terminate()
+    assert benchmark.wait(60) == 128 + signal.SIGTERM
+    wait(lambda: not workers())

@@ -38,6 +38,8 @@ PROPOSER = "vllm.v1.spec_decode.draft_model:DraftModelProposer"
 BASE = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 SPECULATIVE = "vllm.config.speculative:SpeculativeConfig"
 PLATFORM = "vllm.platforms.interface:Platform"
+INPUT = "vllm.v1.engine.input_processor:InputProcessor"
+PARALLEL = "vllm.distributed.parallel_state"
 BUILD_DRAFT = "build_per_group_and_layer_attn_metadata"
 BUILD = "self, common_prefix_len, common_attn_metadata, fast_build=False"
 SIGNATURES = {  # bound class methods show no cls
@@ -53,6 +55,20 @@ SIGNATURES = {  # bound class methods show no cls
     f"{FLASH}Impl.forward": "self, layer, query, key, value, kv_cache, attn_metadata, output, "
     "output_scale=None, output_block_scale=None",
     f"{SPECULATIVE}.verify_equal_vocab_size_if_draft_model": "self",
+    f"{SPECULATIVE}._verify_and_get_draft_tp": "target_parallel_config, "
+    "speculative_draft_tensor_parallel_size, draft_hf_config",
+    f"{PROPOSER}._raise_if_draft_tp_mismatch": "self",
+    f"{PROPOSER}._get_model": "self",
+    f"{PROPOSER}._determine_batch_execution_and_padding": "self, num_tokens, use_cudagraphs=True",
+    f"{PROPOSER}.dummy_run": "self, num_tokens, use_cudagraphs=True, is_graph_capturing=False, "
+    "slot_mappings=None",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.build_for_drafting": "self, "
+    "common_attn_metadata, draft_index",
+    f"{INPUT}._validate_params": "self, params, supported_tasks",
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks": "self, request, "
+    "num_computed_tokens",
+    f"{PARALLEL}:GroupCoordinator.broadcast": "self, input_, src=0",
+    f"{PARALLEL}:GroupCoordinator.all_reduce": "self, input_",
     f"{PLATFORM}.check_and_update_config": "vllm_config",
     f"{PLATFORM}.get_attn_backend_cls": "selected_backend, attn_selector_config, num_heads=None",
 }
@@ -69,8 +85,13 @@ vllm.v1.attention.backend:AttentionMetadataBuilder kv_cache_spec
 {CPU}MetadataBuilder isa
 vllm.model_executor.layers.attention.attention:Attention impl kv_cache
 {RUNNER} attn_groups device drafter input_batch requests scheduler_config vllm_config
-{BASE} _draft_attn_layer_names draft_attn_groups draft_model_config input_ids
-{REQUEST} num_tokens output_token_ids
+{BASE} _draft_attn_layer_names draft_attn_groups draft_model_config input_ids max_model_len
+{BASE} _enable_probabilistic_draft_probs _last_draft_probs vllm_config
+{REQUEST} num_tokens output_token_ids sampling_params
+vllm.v1.core.kv_cache_manager:KVCacheManager cache_blocks coordinator
+vllm.v1.request:Request num_prompt_tokens
+vllm.sampling_params:SamplingParams extra_args
+{PARALLEL}:GroupCoordinator device_group local_rank rank_in_group world_size
 vllm.v1.worker.gpu_input_batch:InputBatch req_ids
 vllm.v1.worker.utils:AttentionGroup get_metadata_builder layer_names
 vllm.v1.worker.worker_base:WorkerBase model_runner
@@ -82,7 +103,9 @@ vllm.config.model:ModelConfig is_attention_free is_encoder_decoder is_multimodal
 vllm.config.model:ModelConfig runner_type use_mla uses_alibi
 vllm.config.parallel:ParallelConfig decode_context_parallel_size prefill_context_parallel_size
 vllm.config.parallel:ParallelConfig pipeline_parallel_size tensor_parallel_size worker_extension_cls
-vllm.config.scheduler:SchedulerConfig async_scheduling max_num_seqs
+vllm.config.scheduler:SchedulerConfig async_scheduling get_scheduler_cls max_num_seqs
+vllm.config.scheduler:SchedulerConfig scheduler_cls
+{SPECULATIVE} draft_parallel_config
 {SPECULATIVE} attention_backend draft_model_config draft_sample_method method
 {SPECULATIVE} num_speculative_tokens parallel_drafting target_model_config use_heterogeneous_vocab
 vllm.config.vllm:VllmConfig additional_config attention_config cache_config compilation_config
@@ -101,6 +124,9 @@ CODE = {  # parts of the source
     "common_attn_metadata=common_attn_metadata, mm_embed_inputs=mm_embed_inputs, "
     "num_rejected_tokens_gpu=num_rejected_tokens_gpu, slot_mappings=slot_mappings)",
     f"{BASE}.set_inputs_first_pass": "return (num_tokens, token_indices_to_sample, cad)",
+    f"{RUNNER}._dummy_run": "self.drafter.dummy_run(num_tokens, use_cudagraphs=use_cudagraphs, "
+    "is_graph_capturing=is_graph_capturing, slot_mappings=slot_mappings)",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": "self.synchronize_input_prep()",
     f"{BASE}.__init__": "self.constant_draft_positions: bool = False",
     f"{BASE}.propose": "if not self.constant_draft_positions or token_index == 0: _, per_layer_att",
 }
