@@ -23,6 +23,7 @@ from dustin_vllm.state import DenseReason, LoopReason
 
 FILE = "DUSTIN_STATS_FILE"
 PUBLISH_SECONDS = 0.5
+LOG_SECONDS = 10
 
 # Prometheus name, description, and the key in the runtime's stats; keys with a dot are labels.
 COUNTERS = (
@@ -52,6 +53,26 @@ def _values(stats: dict[str, Any]) -> Iterator[float]:
 
 
 LAYOUT = struct.Struct(f"<{len(COUNTERS) + sum(len(reasons) for *_, reasons in BY_REASON)}d")
+
+
+def log_line(stats: dict[str, Any], before: dict[str, Any]) -> str:
+    """What happened between two readings of ``DustinRuntime.stats``; "" if nothing did."""
+
+    def since(key: str) -> int:
+        return stats[key] - before[key]
+
+    def reasons(key: str) -> str:
+        new = {why: n - before[key].get(why, 0) for why, n in stats[key].items()}
+        return ", ".join(f"{n} {why}" for why, n in new.items() if n) or "none"
+
+    if not since("verification_rows"):
+        return ""
+    read = since("kv_tokens_read") / max(1, since("kv_tokens_full"))
+    return (
+        f"{since('sparse_rows')} of {since('verification_rows')} verification rows sparse, "
+        f"{read:.1%} of KV read; dense rows: {reasons('dense_rows')}; steps drafted by a graph: "
+        f"{since('draft_graphs')}, pass by pass: {reasons('draft_loops')}"
+    )
 
 
 class StatsFile:

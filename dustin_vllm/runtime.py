@@ -76,7 +76,8 @@ class DustinRuntime(ABC):
         self.rows: list[Row] = []
         self._step = 0
         self._stats_file = metrics.worker_file() if get_tp_group().rank_in_group == 0 else None
-        self._next_publication = 0.0
+        self._next_publication = self._next_log = 0.0
+        self._logged = self.counters.as_dict()
 
     def local_heads(self, heads: HeadSet, layers: dict[int, Any], replicated: bool) -> HeadSet:
         """The scoring heads of one model that this rank holds."""
@@ -90,11 +91,17 @@ class DustinRuntime(ABC):
         return {**self.counters.as_dict(), "live_sequences": len(self.scores)}
 
     def _publish_stats(self) -> None:
-        """Show the counters to the front end, now and then."""
+        """Show the counters to the front end, now and then, and more rarely in the log."""
         now = time.monotonic()
-        if self._stats_file is not None and now >= self._next_publication:
-            self._next_publication = now + metrics.PUBLISH_SECONDS
-            self._stats_file.write(self.stats())
+        if self._stats_file is None or now < self._next_publication:
+            return
+        self._next_publication = now + metrics.PUBLISH_SECONDS
+        stats = self.stats()
+        self._stats_file.write(stats)
+        if now >= self._next_log and (line := metrics.log_line(stats, self._logged)):
+            logger.info("Dustin: %s", line)
+            self._next_log = now + metrics.LOG_SECONDS
+            self._logged = stats
 
     @abstractmethod
     def plan_verification(self, metadata: Any) -> Any:

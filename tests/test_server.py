@@ -89,6 +89,7 @@ def client(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) 
         text = log.read_text()  # before it is stopped, which vLLM itself logs errors about
         assert server.poll() is None, text[-4000:]
         assert "Dustin: budget 160 tokens in 5 units of 32" in text
+        assert "verification rows sparse" in text
         assert "Traceback" not in text, text[-4000:]
     finally:
         server.terminate()

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import torch
 
+from dustin_vllm import metrics
 from dustin_vllm.config import LayerGroup
-from dustin_vllm.state import SequenceScores
+from dustin_vllm.state import Counters, SequenceScores
 
 
 def scores(num_slots: int) -> SequenceScores:
@@ -46,3 +47,23 @@ def test_when_slots_run_out_the_one_unseen_for_longest_is_lost():
     assert c.index == b.index
     assert s.slot("a").fresh
     assert not s.slot("b").fresh  # a new, empty slot
+
+
+def test_the_log_says_what_happened_since_the_last_line():
+    counters = Counters()
+    before = counters.as_dict()
+    assert metrics.log_line(counters.as_dict(), before) == ""
+    counters.verification_rows, counters.sparse_rows = 5, 4
+    counters.kv_tokens_full, counters.kv_tokens_read = 1000, 250
+    counters.dense_rows["short_context"] += 1
+    counters.draft_graphs = 2
+    middle = counters.as_dict()
+    line = metrics.log_line(middle, before)
+    assert line == (
+        "4 of 5 verification rows sparse, 25.0% of KV read; dense rows: 1 short_context; "
+        "steps drafted by a graph: 2, pass by pass: none"
+    )
+    counters.verification_rows += 1
+    counters.dense_rows["prefill"] += 3
+    line = metrics.log_line(counters.as_dict(), middle)
+    assert line.startswith("0 of 1 verification rows sparse, 0.0% of KV read; dense rows: 3 pref")
