@@ -206,6 +206,7 @@ def run_checks() -> list[Check | None]:
         check_torchvision(),
         check_vllm_import(),
         check_plugin(),
+        check_hooks(),
         check_library(),
         check_gpu(),
         check_flash_attention(),
@@ -298,6 +299,31 @@ def check_plugin() -> Check:
             name, f"excluded by VLLM_PLUGINS={allowed!r}", f"add {ours[0]} to it, or unset it"
         )
     return Check(name, f"entry point {ours[0]}")
+
+
+def check_hooks() -> Check | None:
+    """Whether everything that the ledger names can be changed in the installed vLLM."""
+    if not any(map(_version, VLLM_DISTRIBUTIONS)):
+        return None
+    name = "hooks into vLLM"
+    try:
+        from dustin_vllm import patches
+
+        patches.apply()
+        patches.check()
+        for apply in (
+            patches.apply_request_patch,
+            patches.apply_proposer_patch,
+            patches.apply_runner_patch,
+        ):
+            apply()
+    except Exception as error:
+        return Check(
+            name,
+            _short(error),
+            "install a supported vLLM, and leave other plugins that patch it out of VLLM_PLUGINS",
+        )
+    return Check(name, f"{len(patches.LEDGER)} fit")
 
 
 def check_library() -> Check:

@@ -183,3 +183,25 @@ class TestDoctor:
         assert "VLLM_PLUGINS" in cli.check_plugin().result
         monkeypatch.setenv("VLLM_PLUGINS", "other,dustin")
         assert cli.check_plugin().ok
+
+
+def test_doctor_finds_a_hook_that_does_not_fit(monkeypatch):
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+    from dustin_vllm import patches
+
+    found = cli.check_hooks()
+    assert found.ok
+    assert found.result == f"{len(patches.LEDGER)} fit"
+
+    def foreign(self):
+        raise AssertionError
+
+    foreign.__module__ = "other_plugin"
+    monkeypatch.setattr(DraftModelProposer, "_raise_if_draft_tp_mismatch", foreign)
+    found = cli.check_hooks()
+    assert not found.ok
+    assert "already patched by other_plugin" in found.result
+    assert "VLLM_PLUGINS" in found.mend
+    monkeypatch.delattr(DraftModelProposer, "_raise_if_draft_tp_mismatch")
+    assert "does not exist in this vLLM" in cli.check_hooks().result
