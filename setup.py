@@ -7,6 +7,7 @@ setup(
     packages=[
         "dustin_vllm",
         "dustin_vllm.bench",
+        "dustin_vllm.calibrate",
         "dustin_vllm.triton_kernels",
         "dustin_vllm.configs",
     ],

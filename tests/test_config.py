@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -243,3 +244,73 @@ def test_every_scoring_head_belongs_to_one_rank():
     ]
     assert sum(r.num_heads for r in ranks) == heads.num_heads
     assert heads.of_rank(0, 1, 8) is heads
+
+
+def shapes(target, draft):
+    from transformers import AutoConfig
+
+    return {
+        side: dataclasses.asdict(config.ModelShape.of(AutoConfig.from_pretrained(folder)))
+        for side, folder in (("target", target), ("draft", draft))
+    }
+
+
+def test_a_profile_is_used_when_the_shapes_match(target, draft, tmp_path, monkeypatch):
+    match = shapes(target, draft)
+    other = {**match, "target": {**match["target"], "vocab_size": 513}}
+    heads = [{"layer": 1}]
+    files = {
+        name: tmp_path / f"{name}.json"
+        for name in ("a-default", "b-calibrated", "c-other", "d-unnamed")
+    }
+    profile_file(files["a-default"], match=match, settings={"sinks": 9})
+    settings = {"budget": 512, "lookahead": 128, "target_heads": heads}
+    profile_file(files["b-calibrated"], match=match, calibrated=True, settings=settings)
+    profile_file(files["c-other"], match=other, calibrated=True)
+    profile_file(files["d-unnamed"], calibrated=True)
+    monkeypatch.setattr(config, "_shipped_profiles", lambda: files)
+
+    def resolved(**dustin):
+        return config.resolve(build(target, draft, dustin))
+
+    used = resolved()
+    assert used.config.profile == "b-calibrated"
+    assert used.target_heads == HeadSet(((1, (0, 1, 2, 3)),))
+    assert used.target.lookahead_units == 4
+    assert config.profile_note(used.config) == "profile b-calibrated"
+    # The user's settings come first, and lookahead keeps its share of the budget.
+    larger = resolved(budget=1024, sinks=2)
+    assert (larger.config.budget, larger.config.sinks, larger.config.lookahead) == (1024, 2, 256)
+    assert resolved(budget=1024, lookahead=64).config.lookahead == 64
+    none = resolved(profile=None)
+    assert (none.config.profile, none.config.budget) == (None, 1024)
+    assert "no profile" in config.profile_note(none.config)
+    del files["b-calibrated"]
+    first = resolved()
+    assert first.config.sinks == 9
+    assert config.profile_note(first.config).endswith("not calibrated: default heads")
+    del files["a-default"]
+    assert resolved().config.profile is None
+
+
+def test_a_wrong_shape_in_a_profile_is_refused(target, draft, tmp_path):
+    match = shapes(target, draft)
+    match["draft"]["layer"] = 3
+    path = profile_file(tmp_path / "p.json", match=match)
+    with pytest.raises(ConfigError, match="match.draft.layer=3"):
+        config.load_profile(path)
+
+
+def test_shipped_profiles_are_valid_and_match_one_pair_each():
+    """Or none: calibrated ones that measured no better than the defaults have to be named."""
+    found = {name: config.load_profile(name) for name in config._shipped_profiles()}
+    assert len(found) >= 10
+    for name, profile in found.items():
+        if profile.match is None:
+            assert profile.calibrated, name
+            continue
+        for side, heads in (("target", "target_heads"), ("draft", "draft_heads")):
+            shape = getattr(profile.match, side)
+            wanted = config.DustinConfig.model_validate(profile.settings)
+            config._resolve_heads(getattr(wanted, heads), heads, shape.layers, shape.heads)
+        assert config.match_profile(profile.match) == name

@@ -12,36 +12,10 @@ from typing import Any
 import torch
 
 from dustin_vllm.calibrate.attention import NAME, CalibrationError, Prefill, active, register
+from dustin_vllm.config import ModelShape
 
 CHUNK = 512
 FINGERPRINT_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What makes a model the same to Dustin, whatever its folder is called."""
-
-    architecture: str
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden_size: int
-    vocab_size: int
-
-    @classmethod
-    def of(cls, hf_config: Any) -> Shape:
-        """From a transformers configuration (the text part of it)."""
-        heads = hf_config.num_attention_heads
-        return cls(
-            architecture=(getattr(hf_config, "architectures", None) or [""])[0],
-            layers=hf_config.num_hidden_layers,
-            heads=heads,
-            kv_heads=getattr(hf_config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
-            hidden_size=hf_config.hidden_size,
-            vocab_size=hf_config.vocab_size,
-        )
 
 
 @dataclass(frozen=True)
@@ -50,7 +24,7 @@ class Model:
 
     name: str
     module: Any
-    shape: Shape
+    shape: ModelShape
     fingerprint: str
     max_tokens: int
 
@@ -120,21 +94,25 @@ def load_model(folder: Path, device: str, dtype: str, option: str) -> Model:
     return Model(
         name=folder.name,
         module=module.to(device).eval(),
-        shape=Shape.of(config),
+        shape=ModelShape.of(config),
         fingerprint=fingerprint(folder),
         max_tokens=getattr(config, "max_position_embeddings", 1 << 62),
     )
 
 
-def check_pair(target: Model, draft: Model, context: int) -> None:
-    """Raises CalibrationError: the models do not fit each other or the context."""
+def check_pair(target: Model, draft: Model, context: int, gamma: int) -> None:
+    """Refuse models that do not fit each other, or the context with a step behind it.
+
+    Raises:
+        CalibrationError: which option, its value and the fix.
+    """
     if draft.shape.vocab_size > target.shape.vocab_size:
         raise CalibrationError(
             f"draft={draft.name}: vocabulary of {draft.shape.vocab_size} exceeds the target's "
             f"{target.shape.vocab_size}; use a draft of the same family"
         )
     for model, option in ((target, "target"), (draft, "draft")):
-        if context > model.max_tokens:
+        if context + 2 * gamma + 2 > model.max_tokens:
             raise CalibrationError(
                 f"context={context}: {option}={model.name} takes at most {model.max_tokens} "
                 "tokens; lower --context"

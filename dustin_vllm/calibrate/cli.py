@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``dustin calibrate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(name="calibrate", add_completion=False)
+
+
+@app.command()
+def calibrate(
+    target: Annotated[Path, typer.Argument(help="Target model folder.")],
+    draft: Annotated[Path, typer.Argument(help="Draft model folder.")],
+    output: Annotated[
+        Path,
+        typer.Option(help="Profile to write (.json); report and figures go beside it."),
+    ],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text files or folders: prose, source code, JSON records. Repeatable. "
+            "Default: Python's own documentation and library."
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(min=256, help="Tokens of a window.")] = 4096,
+    budget: Annotated[
+        int, typer.Option(min=1, help="Context tokens that a sparse step reads.")
+    ] = 512,
+    gamma: Annotated[int, typer.Option(min=1, help="Proposed tokens per step.")] = 4,
+    unit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Block size, tokens. Default: 16 on a GPU, 32 on a CPU."),
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option(help="Let the search choose single tokens too (GPU only).")
+    ] = False,
+    windows: Annotated[int, typer.Option(min=4, help="Windows for the search.")] = 16,
+    held_out: Annotated[int, typer.Option(min=4, help="Further windows for the report.")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="Verification steps per window.")] = 3,
+    needles: Annotated[int, typer.Option(min=1, help="Questions for finding retrieval heads.")] = 8,
+    trials: Annotated[int, typer.Option(min=1, help="Settings that Optuna tries.")] = 40,
+    layers: Annotated[int, typer.Option(min=1, help="Scoring layers of each model at most.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of text, search and intervals.")] = 0,
+    work: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for recordings, by which an interrupted run resumes. "
+            "Default: OUTPUT without .json, with -work."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto (as stored), bfloat16 or float32.")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")
+    ] = None,
+) -> None:
+    """Find the scoring heads and selection parameters of a pair of models."""
+    from rich.console import Console
+
+    try:
+        import torch
+
+        from dustin_vllm.calibrate.attention import CalibrationError
+        from dustin_vllm.calibrate.run import Options
+        from dustin_vllm.calibrate.run import calibrate as run
+        from dustin_vllm.config import ConfigError
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers", "safetensors"):
+            raise
+        typer.echo(f"{error.name} is not installed: pip install 'dustin-vllm[cpu]'", err=True)
+        raise typer.Exit(1) from error
+    for package in ("optuna", "matplotlib"):  # before an hour of work, not after it
+        try:
+            __import__(package)
+        except ImportError as error:
+            typer.echo(
+                f"{package} is not installed: pip install 'dustin-vllm[calibrate]'", err=True
+            )
+            raise typer.Exit(1) from error
+    if threads is not None:
+        torch.set_num_threads(threads)
+    options = Options(
+        target=target,
+        draft=draft,
+        output=output,
+        work=work or output.with_name(output.name.removesuffix(".json") + "-work"),
+        text=tuple(text or ()),
+        context=context,
+        budget=budget,
+        gamma=gamma,
+        unit=unit or (16 if device.startswith("cuda") else 32),
+        tokens=tokens,
+        windows=windows,
+        held_out=held_out,
+        steps=steps,
+        needles=needles,
+        trials=trials,
+        layers=layers,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+    )
+    console = Console(stderr=True)
+    try:
+        with _progress(console) as advance:
+            files, data = run(options, advance)
+    except (CalibrationError, ConfigError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    _show(Console(), data)
+    typer.echo(f"profile: {files.profile}\nreport: {files.report}")
+    typer.echo(f"figures: {files.recovery}, {files.heads}")
+
+
+class _progress:
+    """A progress bar for every stage."""
+
+    def __init__(self, console: Any) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
+        self._console = console
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> Any:
+        self._bars.start()
+        return self._advance
+
+    def __exit__(self, *_: Any) -> None:
+        self._bars.stop()
+
+    def _advance(self, what: str, done: int, total: int) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(what, total=total)
+        self._bars.update(self._tasks[what], completed=done, total=total)
+        if not self._console.is_terminal:  # a log shows no bars until the end
+            self._console.print(f"{what}: {done}/{total}")
+
+
+def _show(console: Any, data: dict[str, Any]) -> None:
+    """The held-out comparison as a table."""
+    from rich.table import Table
+
+    table = Table(title="held-out windows: KL to dense in nats, 95 % intervals")
+    for name in ("selection", "KL", "recovery %", "failed copy", "failed needle"):
+        table.add_column(name)
+    for row in data["quality"]:
+        failed = [f"{row[k]['failed']:.2f}" if k in row else "–" for k in ("copy", "needle")]
+        low, high = row["low"], row["high"]
+        recovered = f"{100 * row['recovery']['mean']:.1f}"
+        table.add_row(row["name"], f"{row['mean']:.4f} [{low:.4f}, {high:.4f}]", recovered, *failed)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From settings to selections, by the functions that the runtime uses, and what they cover."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from dustin_vllm import config as package_config
+from dustin_vllm import reference
+from dustin_vllm.calibrate.traces import Scores
+from dustin_vllm.config import DustinConfig, HeadSet, ModelShape, Settings
+from dustin_vllm.selection import merge_and_select
+
+Signal = Literal["settings", "lookahead", "history", "oracle", "protected"]
+"""What selects: both signals as the settings say, one of them alone, the attention to come
+(an upper bound), or nothing (protected units, and the budget filled with the latest others)."""
+
+BYTES_PER_VALUE = 2  # of a KV cache in bf16
+Selections = list[torch.Tensor | None]
+"""Per item the selected units, ascending, int64; None: all of the context."""
+
+
+def settings_for(
+    config: DustinConfig, unit: int, gamma: int, target: ModelShape, draft: ModelShape
+) -> Settings:
+    """Settings as vLLM would resolve them for KV blocks of ``unit`` tokens (1: token granularity).
+
+    Raises:
+        ConfigError: the budget cannot hold what is protected, or there are no such heads.
+    """
+    # The package's own rules, so that a profile means there what it means here.
+    group = package_config._target_group(config, unit)
+    resolve_heads = package_config._resolve_heads
+    return Settings(
+        config=config,
+        gamma=gamma,
+        unit=unit,
+        block_size=unit,
+        dilation_tokens=gamma + 1 if config.dilate_history else 0,
+        target=group,
+        draft=group,
+        target_heads=resolve_heads(
+            config.target_heads, "target_heads", target.layers, target.heads
+        ),
+        draft_heads=resolve_heads(config.draft_heads, "draft_heads", draft.layers, draft.heads),
+    )
+
+
+def scoring_bytes(settings: Settings, target: ModelShape, draft: ModelShape) -> int:
+    """Bytes of keys that scoring reads per context token and step, in bf16.
+
+    Heads that share a key head read it once; the gamma draft queries read it together.
+    """
+    total = 0
+    for heads, shape in ((settings.target_heads, target), (settings.draft_heads, draft)):
+        group = shape.heads // shape.kv_heads
+        for _, chosen in heads.layers:
+            total += len({head // group for head in chosen}) * shape.head_dim * BYTES_PER_VALUE
+    return total
+
+
+def full_bytes(shape: ModelShape) -> int:
+    """Bytes of keys and values that dense verification reads per context token, in bf16."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES_PER_VALUE
+
+
+def _combine(rows: list[torch.Tensor], aggregate: str) -> torch.Tensor:
+    """[heads, n] per layer to [n], as ``reference.token_scores`` does for all rows at once."""
+    stacked = torch.cat(rows)
+    return (stacked.mean(0) if aggregate == "mean" else stacked.amax(0)).cpu()
+
+
+def history_scores(scores: Scores, item: int, heads: HeadSet, aggregate: str) -> torch.Tensor:
+    """[n] fp32: history scores of the scoring heads."""
+    rows = [scores.history(item, layer)[list(chosen)] for layer, chosen in heads.layers]
+    return _combine(rows, aggregate)
+
+
+def lookahead_scores(scores: Scores, item: int, heads: HeadSet, aggregate: str) -> torch.Tensor:
+    """[n] fp32: lookahead scores of the scoring heads."""
+    rows = [
+        scores.lookahead(item, layer, aggregate)[list(chosen)] for layer, chosen in heads.layers
+    ]
+    return _combine(rows, aggregate)
+
+
+def single(settings: Settings, signal: Signal) -> Settings:
+    """The settings with one signal filling the whole budget ("settings": unchanged)."""
+    from dataclasses import replace
+
+    if signal == "settings":
+        return settings
+    only_history = signal == "history"
+    return replace(
+        settings,
+        config=settings.config.model_copy(update={"merge": "fill"}),
+        target=replace(
+            settings.target, lookahead_units=0 if only_history else settings.target.budget_units
+        ),
+    )
+
+
+def _unit_scores(
+    scores: Scores, item: int, settings: Settings, signal: Signal
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(lookahead, history) of all full units of an item; zeros for what is not used."""
+    context, unit = scores.items[item].context, settings.unit
+    aggregate = settings.config.aggregate
+    nothing = torch.zeros(context // unit)
+    if signal == "protected":
+        return torch.arange(float(context // unit)), nothing
+    if signal == "oracle":
+        return reference.unit_scores(scores.oracle(item), context, unit), nothing
+    lookahead = history = nothing
+    if signal != "history":
+        tokens = lookahead_scores(scores, item, settings.draft_heads, aggregate)
+        lookahead = reference.unit_scores(tokens, context, unit)
+    if signal != "lookahead":
+        tokens = history_scores(scores, item, settings.target_heads, aggregate)
+        history = reference.unit_scores(tokens, context, unit, settings.dilation_tokens)
+    return lookahead, history
+
+
+def select(scores: Scores, settings: Settings, signal: Signal = "settings") -> Selections:
+    """The selection of every item under the settings, as the runtime makes it."""
+    settings = single(settings, signal)
+    selections: Selections = [None] * len(scores.items)
+    rows = [
+        index
+        for index, item in enumerate(scores.items)
+        if item.context // settings.unit > settings.target.budget_units
+    ]
+    if not rows:
+        return selections
+    contexts = torch.tensor([scores.items[row].context for row in rows])
+    width = int(contexts.max()) // settings.unit
+    both = torch.zeros(2, len(rows), width)
+    for place, row in enumerate(rows):
+        for side, units in enumerate(_unit_scores(scores, row, settings, signal)):
+            both[side, place, : len(units)] = units
+    chosen = merge_and_select(both[0], both[1], contexts, settings, settings.target)
+    for place, row in enumerate(rows):
+        selections[row] = chosen[place].long()
+    return selections
+
+
+def kept_positions(selection: torch.Tensor | None, context: int, unit: int) -> torch.Tensor:
+    """Cached positions that a row reads: the selected units and the unfilled one, int64."""
+    if selection is None:
+        return torch.arange(context)
+    inside = (selection[:, None] * unit + torch.arange(unit)).flatten()
+    return torch.cat([inside, torch.arange(context // unit * unit, context)])
+
+
+def recovery(scores: Scores, selections: Selections, unit: int) -> torch.Tensor:
+    """[items] fp32: share of the target's attention, over the window of a step's rows and all
+    layers and heads, that the selections cover (section 3.1 of the paper)."""
+    return torch.tensor(
+        [
+            1.0
+            if chosen is None
+            else reference.attention_recovery(
+                scores.oracle(index), chosen.tolist(), scores.items[index].context, unit
+            )
+            for index, chosen in enumerate(selections)
+        ]
+    )
+
+
+def by_window(scores: Scores, values: torch.Tensor) -> torch.Tensor:
+    """[windows] mean of a value per item over each window, windows in order of appearance."""
+    order = list(dict.fromkeys(item.trace for item in scores.items))
+    owner = torch.tensor([order.index(item.trace) for item in scores.items])
+    total = torch.zeros(len(order)).index_add_(0, owner, values.float())
+    return total / torch.bincount(owner, minlength=len(order))
+
+
+def kinds(scores: Scores) -> Sequence[str]:
+    """Kind of every window of ``by_window``."""
+    order = list(dict.fromkeys(item.trace for item in scores.items))
+    return [scores.traces[trace].window.kind for trace in order]
