@@ -11,8 +11,7 @@ is captured, so a replay drafts what the loop would. Other batches take the loop
 from __future__ import annotations
 
 import bisect
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -75,8 +74,6 @@ class DraftGraphs:
         self.width = runtime.settings.gamma + 1
         self.max_model_len = proposer.max_model_len
         self._pool: Any = None
-        on_gpu = inputs.seq_lens.device.type == "cuda"
-        self._side = torch.cuda.Stream(inputs.seq_lens.device) if on_gpu else None
         self._graphs: dict[int, tuple[Callable[[], None], torch.Tensor]] = {}
         self._sizes: list[int] = []
 
@@ -163,16 +160,6 @@ class DraftGraphs:
         inputs.num_rejected[begin:end].zero_()
         inputs.seq_lens[begin:end].fill_(self.width)
 
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Enqueue work on a second stream, a branch of its own in a graph."""
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            yield
-
     def _draft(self, num_reqs: int) -> torch.Tensor:
         """vLLM's loop over the fixed buffers, between the two halves of scoring."""
         inputs, runtime, proposer = self.inputs, self.runtime, self.proposer
@@ -193,9 +180,7 @@ class DraftGraphs:
         )
         self.capturing = True
         try:
-            # Beside the draft passes: many small kernels, which leave the memory idle.
-            with self._beside():
-                runtime.score_history(metadata, rejected)
+            runtime.score_history(metadata, rejected)
             drafts = proposer.draft(
                 num_speculative_tokens=self.width - 1,
                 target_token_ids=inputs.token_ids[:num_tokens],
@@ -207,8 +192,6 @@ class DraftGraphs:
                 sampling_metadata=GREEDY,
                 num_rejected_tokens_gpu=rejected,
             )
-            if self._side is not None:
-                torch.cuda.current_stream().wait_stream(self._side)
             runtime.select()
         finally:
             self.capturing = False
