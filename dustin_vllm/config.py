@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 KEY = "dustin"
 MIN_SENSIBLE_BUDGET = 256
@@ -530,9 +530,41 @@ def resolve(vllm_config: VllmConfig) -> Settings:
     pair = PairShape(ModelShape.of(target.hf_text_config), ModelShape.of(draft.hf_text_config))
     config = read_config(vllm_config.additional_config, pair)
     block_size = vllm_config.cache_config.block_size
-    unit = _resolve_unit(config, block_size)
-    gamma = speculative.num_speculative_tokens
+    return settings_of(
+        config,
+        _resolve_unit(config, block_size),
+        block_size,
+        speculative.num_speculative_tokens,
+        pair,
+        is_replicated(vllm_config),
+    )
+
+
+def settings_of(
+    config: DustinConfig,
+    unit: int,
+    block_size: int,
+    gamma: int,
+    pair: PairShape,
+    draft_replicated: bool = False,
+) -> Settings:
+    """What a user's settings mean for a pair of models.
+
+    Args:
+        unit: tokens; 1 or block_size.
+        gamma: proposed tokens per step.
+
+    Raises:
+        ConfigError: a budget cannot hold what is protected, or there are no such heads.
+    """
     target_group = _target_group(config, unit)
+    heads = [
+        _resolve_heads(wanted, name, shape.layers, shape.heads)
+        for wanted, name, shape in (
+            (config.target_heads, "target_heads", pair.target),
+            (config.draft_heads, "draft_heads", pair.draft),
+        )
+    ]
     return Settings(
         config=config,
         gamma=gamma,
@@ -541,9 +573,9 @@ def resolve(vllm_config: VllmConfig) -> Settings:
         dilation_tokens=gamma + 1 if config.dilate_history else 0,
         target=target_group,
         draft=_draft_group(config, unit, target_group),
-        target_heads=_resolve_heads(config.target_heads, "target_heads", *_shape(target)),
-        draft_heads=_resolve_heads(config.draft_heads, "draft_heads", *_shape(draft)),
-        draft_replicated=is_replicated(vllm_config),
+        target_heads=heads[0],
+        draft_heads=heads[1],
+        draft_replicated=draft_replicated,
     )
 
 
@@ -604,11 +636,6 @@ def _resolve_unit(config: DustinConfig, block_size: int) -> int:
             )
         return 1
     return block_size
-
-
-def _shape(model: ModelConfig) -> tuple[int, int]:
-    text = model.hf_text_config
-    return text.num_hidden_layers, text.num_attention_heads
 
 
 def describe(model: str, draft: str | None, additional_config: dict[str, Any]) -> dict[str, Any]:

@@ -600,7 +600,6 @@ def check_attention(
     page_size: int,
     num_splits: int,
     layout: str = "nhd",
-    tuning: Any = None,
 ) -> None:
     """Against fp32. Unused pages, the tail of the last page and the scratch are NaN."""
     rows, max_queries = len(lens), max(new)
@@ -642,7 +641,6 @@ def check_attention(
             head_dim**-0.5,
             workspace,
             num_splits,
-            tuning,
         )
         assert out[starts[-1] :].isnan().all()
         assert not workspace.arrived.any()

@@ -224,9 +224,8 @@ def _block_d(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def default_tuning() -> Tuning:
-    """What measured best on an H200, of 32 to 128 tokens, 4 or 8 warps, 3 or 5 stages."""
-    return Tuning(tile=64, warps=4, stages=5)
+# What measured best on an H200, of 32 to 128 tokens, 4 or 8 warps, 3 or 5 stages.
+DEFAULT_TUNING = Tuning(tile=64, warps=4, stages=5)
 
 
 def paged_attention(
@@ -241,7 +240,7 @@ def paged_attention(
     scale: float,
     workspace: AttentionWorkspace,
     num_splits: int = 1,
-    tuning: Tuning | None = None,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> torch.Tensor:
     """Causal attention of each sequence's last tokens over its pages. One launch.
 
@@ -303,7 +302,6 @@ def paged_attention(
     if pairs > len(workspace.arrived):
         raise ValueError(f"{rows} rows exceed the workspace's")
     num_splits = max(1, min(num_splits, workspace.max_parts // max(1, pairs)))
-    tuning = tuning or default_tuning()
     page_stride, token_stride, head_stride, _ = key_cache.stride()
     _attention_kernel[(num_splits, num_kv_heads, rows)](
         out,

@@ -151,7 +151,11 @@ def engine(
         typer.Option(help="Vocabulary of the preset's draft (real: 151936). Default: target's."),
     ] = None,
     modes: Annotated[
-        str, typer.Option(help="Of plain, stock, loop (Dustin without draft graphs), dustin.")
+        str,
+        typer.Option(
+            help="Of plain, stock, lossless (dense verification, sparse drafting), loop (without "
+            "draft graphs), dustin."
+        ),
     ] = "plain,stock,dustin",
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 16,
     context: Annotated[int, typer.Option(min=256, help="Tokens of every sequence.")] = 32768,

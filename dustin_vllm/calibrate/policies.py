@@ -8,10 +8,16 @@ from typing import Literal
 
 import torch
 
-from dustin_vllm import config as package_config
 from dustin_vllm import reference
 from dustin_vllm.calibrate.traces import Scores
-from dustin_vllm.config import DustinConfig, HeadSet, ModelShape, Settings
+from dustin_vllm.config import (
+    DustinConfig,
+    HeadSet,
+    ModelShape,
+    PairShape,
+    Settings,
+    settings_of,
+)
 from dustin_vllm.selection import merge_and_select
 
 Signal = Literal["settings", "lookahead", "history", "oracle", "protected"]
@@ -32,21 +38,7 @@ def settings_for(
         ConfigError: the budget cannot hold what is protected, or there are no such heads.
     """
     # The package's own rules, so that a profile means there what it means here.
-    group = package_config._target_group(config, unit)
-    resolve_heads = package_config._resolve_heads
-    return Settings(
-        config=config,
-        gamma=gamma,
-        unit=unit,
-        block_size=unit,
-        dilation_tokens=gamma + 1 if config.dilate_history else 0,
-        target=group,
-        draft=group,
-        target_heads=resolve_heads(
-            config.target_heads, "target_heads", target.layers, target.heads
-        ),
-        draft_heads=resolve_heads(config.draft_heads, "draft_heads", draft.layers, draft.heads),
-    )
+    return settings_of(config, unit, unit, gamma, PairShape(target, draft))
 
 
 def scoring_bytes(settings: Settings, target: ModelShape, draft: ModelShape) -> int:

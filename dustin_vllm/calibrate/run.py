@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import time
@@ -278,6 +279,7 @@ def _write(
     )
     profile = report.profile_data(target, draft, found, options.tokens, source)
     data = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "environment": provenance.environment() | _versions(),
         # Folders of this machine are nobody's business.
         "command": [Path(word).name if "/" in word else word for word in provenance.command()],
