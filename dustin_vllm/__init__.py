@@ -3,9 +3,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
+
+# In a checkout two subpackages stand beside this one. `python -m` in it imports the checkout,
+# installed or not, and must find them.
+_root = Path(__file__).parent.parent
+if all((_root / name / "__init__.py").is_file() for name in ("configs", "triton_kernels")):
+    __path__.append(str(_root))
 
 
 def register() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dustin_vllm import demo_models, provenance
+from dustin_vllm.bench.common import package_environment
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -267,6 +268,7 @@ def worker_environment(
     """Environment variables of a worker process. The stock modes load no plugin."""
     return {
         **base,
+        **package_environment(),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_PLUGINS": PLUGIN_NAME if mode == DUSTIN else "",
         "VLLM_LOGGING_LEVEL": "INFO" if verbose else "WARNING",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -232,3 +233,35 @@ def test_triton_kernels_is_not_a_top_level_package():
         "print(u.find_spec('triton_kernels'), u.find_spec('dustin_vllm.triton_kernels').name)"
     )
     assert out.split() == ["None", "dustin_vllm.triton_kernels"]
+
+
+def test_a_checkout_finds_its_subpackages_without_an_install(tmp_path):
+    """`python -m` in a checkout imports it in place of the package that is installed."""
+    for name in ("dustin_vllm", "configs", "triton_kernels"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so"))
+    out = run_python(
+        "import sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import dustin_vllm, importlib.util as u\n"
+        "from dustin_vllm import config\n"
+        "print(dustin_vllm.__file__, u.find_spec('dustin_vllm.triton_kernels').origin,"
+        " len(config._shipped_profiles()))"
+    )
+    package, kernels, profiles = out.split()
+    assert package == str(tmp_path / "dustin_vllm" / "__init__.py")
+    assert kernels == str(tmp_path / "triton_kernels" / "__init__.py")
+    assert int(profiles) >= 10
+
+
+def test_workers_import_the_package_that_started_them(monkeypatch, tmp_path):
+    from dustin_vllm import demo
+    from dustin_vllm.bench import engine
+
+    for folder, wanted in ((tmp_path, "1"), (ROOT, None)):
+        monkeypatch.chdir(folder)
+        for made in (
+            demo.worker_environment("dustin", {}, 1, "/tmp", verbose=False),
+            engine.worker_environment("dustin", {}, verbose=False),
+        ):
+            assert made.get("PYTHONSAFEPATH") == wanted

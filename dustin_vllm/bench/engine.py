@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dustin_vllm import provenance
-from dustin_vllm.bench.common import BenchError, pyplot
+from dustin_vllm.bench.common import BenchError, package_environment, pyplot
 from dustin_vllm.bench.presets import PRESETS, scoring_layers, write_models
 
 if TYPE_CHECKING:
@@ -300,6 +300,7 @@ def worker_environment(mode: str, base: Mapping[str, str], verbose: bool) -> dic
     """Environment variables of a worker process. The stock modes load no plugin."""
     return {
         **base,
+        **package_environment(),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_PLUGINS": "dustin" if mode in OURS else "",
