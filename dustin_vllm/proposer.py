@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from dustin_vllm import config, patches
 
 if TYPE_CHECKING:
     from dustin_vllm.runtime import DustinRuntime
+
+logger = logging.getLogger("vllm.dustin_vllm")
 
 
 class DustinProposer(DraftModelProposer):
@@ -52,8 +55,23 @@ class DustinProposer(DraftModelProposer):
         if config.is_replicated(self.vllm_config):
             # Replicas may differ by rounding, and a token that differs between the ranks of the
             # target would spoil all of its layers.
-            draft_token_ids = get_tp_group().broadcast(draft_token_ids.contiguous())
+            own = draft_token_ids
+            draft_token_ids = get_tp_group().broadcast(own.clone())
+            # With vLLM's debug logging only: comparing waits for the device.
+            if logger.isEnabledFor(logging.DEBUG) and not self._capturing:
+                self._compare_replicas(own, draft_token_ids)
         return draft_token_ids
+
+    @property
+    def _capturing(self) -> bool:
+        return self.runtime is not None and self.runtime.capturing
+
+    def _compare_replicas(self, own: torch.Tensor, first: torch.Tensor) -> None:
+        """Count the drafts [R, gamma] of this rank that are not those of the first rank."""
+        different = int((own != first).sum())
+        if different and self.runtime is not None:
+            self.runtime.counters.replica_mismatches += different
+            logger.debug("Dustin: %d drafts of this rank's replica differ", different)
 
     def dummy_run(
         self,
@@ -74,9 +92,7 @@ class DustinProposer(DraftModelProposer):
     def _determine_batch_execution_and_padding(
         self, num_tokens: int, use_cudagraphs: bool = True
     ) -> tuple[CUDAGraphMode, int, torch.Tensor | None]:
-        if (
-            self.runtime is not None and self.runtime.capturing
-        ):  # no graphs within the graph, and no padding
+        if self._capturing:  # no graphs within the graph, and no padding
             return CUDAGraphMode.NONE, num_tokens, None
         return super()._determine_batch_execution_and_padding(num_tokens, use_cudagraphs)
 

@@ -10,8 +10,14 @@ from typing import Any
 
 
 def command() -> list[str]:
-    """The command line, without the folder of the program."""
-    return [Path(sys.argv[0]).name, *sys.argv[1:]]
+    """The command line, with files and folders by their names only."""
+    program = "dustin" if Path(sys.argv[0]).name == "cli.py" else sys.argv[0]
+    return [shown(word) for word in (program, *sys.argv[1:])]
+
+
+def shown(word: str) -> str:
+    """An absolute path by its name; anything else as it is."""
+    return Path(word).name if word.startswith("/") else word
 
 
 def environment() -> dict[str, Any]:

@@ -117,6 +117,7 @@ class Counters:
     recovery_sum: float = 0.0
     recovery_samples: int = 0
     scoring_seconds: float = 0.0  # CPU only
+    replica_mismatches: int = 0  # drafts, looked for with debug logging only
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

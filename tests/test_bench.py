@@ -248,6 +248,9 @@ def test_dense_verification_is_refused() -> None:
     assert "98 of 100" in why
     assert "short_context" in why
     assert engine.sparse_refusal({}) is not None
+    below = {"verification_rows": 100, "sparse_rows": 0, "dense_rows": {"short_context": 100}}
+    assert engine.sparse_refusal(below) is not None
+    assert engine.sparse_refusal(below, gated=True) is None
 
 
 def test_jobs_run_the_same_models_and_prompts(tmp_path: Path) -> None:

@@ -175,6 +175,13 @@ def engine(
         bool,
         typer.Option(help="Random prompts share all but 32 tokens: quick prefill, shared KV."),
     ] = False,
+    fill_kv: Annotated[
+        bool,
+        typer.Option(
+            help="Presets: skip the prefill; vLLM's DecodeBenchConnector fills the KV cache of "
+            "every prompt with random numbers."
+        ),
+    ] = False,
     enforce_eager: Annotated[bool, typer.Option(help="No CUDA graphs.")] = False,
     quantization: Annotated[str | None, typer.Option(help="As for vLLM, e.g. fp8.")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel GPUs.")] = 1,
@@ -221,6 +228,7 @@ def engine(
         scoring=scoring,
         steps=steps,
         share_prompt=share_prompt,
+        fill_kv=fill_kv,
         enforce_eager=enforce_eager,
         quantization=quantization,
         tensor_parallel=tp,

@@ -83,6 +83,7 @@ class EngineOptions:
     scoring: str = "preset"
     steps: int = 100
     share_prompt: bool = False
+    fill_kv: bool = False
     enforce_eager: bool = False
     quantization: str | None = None
     tensor_parallel: int = 1
@@ -109,6 +110,7 @@ class Job:
     dustin: dict[str, Any]
     steps: int
     share_prompt: bool
+    fill_kv: bool
     enforce_eager: bool
     quantization: str | None
     tensor_parallel: int
@@ -180,6 +182,8 @@ def make_jobs(options: EngineOptions, folder: Path, on_cpu: bool) -> list[Job]:
         raise BenchError("give --model and --draft together, or neither")
     if options.acceptance is not None and on_cpu:
         raise BenchError("--acceptance: vLLM has no synthetic acceptance on the CPU; leave it out")
+    if options.fill_kv and (options.model is not None or on_cpu):
+        raise BenchError("--fill-kv puts random numbers in the KV cache: presets on a GPU only")
     if (options.text or options.prompts) and (options.model is None or options.share_prompt):
         raise BenchError("--text and --prompts need --model and --draft, without --share-prompt")
     from dustin_vllm.demo import DemoError, read_model_config
@@ -243,6 +247,7 @@ def make_jobs(options: EngineOptions, folder: Path, on_cpu: bool) -> list[Job]:
             dustin={**settings, **options.dustin, **OURS.get(mode, {})},
             steps=options.steps,
             share_prompt=options.share_prompt,
+            fill_kv=options.fill_kv,
             enforce_eager=options.enforce_eager,
             quantization=options.quantization,
             tensor_parallel=options.tensor_parallel,
@@ -268,6 +273,13 @@ def engine_arguments(job: Job, on_cpu: bool) -> dict[str, Any]:
     }
     if job.dummy:
         arguments["load_format"] = "dummy"
+    if job.fill_kv:
+        # vLLM's own connector for timing decoding without a prefill.
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "DecodeBenchConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 1.0},
+        }
     if job.quantization is not None:
         arguments["quantization"] = job.quantization
     if on_cpu:
@@ -415,20 +427,20 @@ def breakdown(intervals: Sequence[Interval], steps: int) -> dict[str, Any]:
     }
 
 
-def _runner(llm: Any) -> Any:
-    """The model runner, when it lives in this process, else None."""
-    try:
-        executor = llm.llm_engine.engine_core.engine_core.model_executor
-        return executor.driver_worker.worker.model_runner
-    except AttributeError:
-        return None
+# Functions that vLLM's workers run, in the same process or in others (tensor parallelism).
+_profilers: list[tuple[Any, Any]] = []  # profiler and drafter, between the two calls
 
 
-def _profile(llm: Any, rows: int) -> dict[str, Any]:
-    """Breakdown of a few steps under the profiler."""
+def runner_module(worker: Any) -> str:
+    """Where the model runner comes from, which tells V1 from V2."""
+    return type(worker.model_runner).__module__
+
+
+def begin_profile(worker: Any) -> None:
+    """Start the profiler; the draft's kernels are enclosed in markers."""
     import torch
 
-    drafter = getattr(_runner(llm), "drafter", None)
+    drafter = getattr(worker.model_runner, "drafter", None)
     if drafter is not None:
         original = drafter.propose
 
@@ -439,21 +451,37 @@ def _profile(llm: Any, rows: int) -> dict[str, Any]:
             return result
 
         drafter.propose = propose
-    try:
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            started = time.perf_counter()
-            decode(llm, PROFILE_STEPS, rows)
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
-    finally:
-        if drafter is not None:
-            del drafter.propose  # the instance attribute; the method shows again
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    torch.cuda.synchronize()
+    profiler.start()
+    _profilers.append((profiler, drafter))
+
+
+def end_profile(worker: Any) -> dict[str, Any]:
+    """Breakdown of the ``PROFILE_STEPS`` steps since ``begin_profile``."""
+    import torch
+
+    profiler, drafter = _profilers.pop()
+    torch.cuda.synchronize()
+    profiler.stop()
+    if drafter is not None:
+        del drafter.propose  # the instance attribute; the method shows again
     with tempfile.TemporaryDirectory(prefix="dustin-bench-") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
-    result = breakdown(trace_intervals(trace), PROFILE_STEPS)
+    return breakdown(trace_intervals(trace), PROFILE_STEPS)
+
+
+def _profile(llm: Any, rows: int) -> dict[str, Any]:
+    """Breakdown of a few steps under the profiler, on the first GPU."""
+    llm.collective_rpc(begin_profile)
+    started = time.perf_counter()
+    try:
+        decode(llm, PROFILE_STEPS, rows)
+    finally:
+        seconds = time.perf_counter() - started
+        result: dict[str, Any] = llm.collective_rpc(end_profile)[0]
     if not result["kernels"]:
         raise BenchError("the profiler saw no kernels")
     return {**result, "profiled_ms_per_step": 1000 * seconds / PROFILE_STEPS}
@@ -550,7 +578,8 @@ def run_job(job: Job) -> dict[str, Any]:
     loaded = time.perf_counter()
 
     def synchronize() -> None:
-        if not on_cpu:
+        # Workers of their own hand out tokens that are there already.
+        if not on_cpu and job.tensor_parallel == 1:
             torch.cuda.synchronize()
 
     new_tokens = _prefill(llm, job)
@@ -587,12 +616,12 @@ def run_job(job: Job) -> dict[str, Any]:
         "prefill_seconds": prefilled - loaded,
         "stats": counters,
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
-        "runner": type(_runner(llm)).__module__,
+        "runner": llm.collective_rpc(runner_module)[0],
         "kv_cache_blocks": config.cache_config.num_gpu_blocks,
         "environment": provenance.environment(),
         "profile": None,
     }
-    if not on_cpu and _runner(llm) is not None:
+    if not on_cpu:
         try:
             profile = _profile(llm, rows)
             profile["busy_share"] = profile["busy_ms"] / result["ms_per_step"]
@@ -658,11 +687,16 @@ def run_worker(job: Job, options: EngineOptions) -> dict[str, Any]:
 # ---- the report ---------------------------------------------------------------------------
 
 
-def sparse_refusal(stats: Mapping[str, Any]) -> str | None:
-    """Why Dustin's numbers must not be reported, or None."""
+def sparse_refusal(stats: Mapping[str, Any], gated: bool = False) -> str | None:
+    """Why Dustin's numbers must not be reported, or None.
+
+    Args:
+        gated: the user set ``dense_below`` above the context, to see what the gate costs.
+    """
     rows, sparse = stats.get("verification_rows", 0), stats.get("sparse_rows", 0)
     reasons = {why: n for why, n in stats.get("dense_rows", {}).items() if n}
-    if rows and sparse + reasons.get("requested", 0) >= MIN_SPARSE_SHARE * rows:
+    meant = reasons.get("requested", 0) + gated * reasons.get("short_context", 0)
+    if rows and sparse + meant >= MIN_SPARSE_SHARE * rows:
         return None
     return f"only {sparse} of {rows} verification rows were sparse; dense rows: {reasons or 'none'}"
 
@@ -757,7 +791,7 @@ def report(
 ) -> dict[str, Any]:
     """Content of the ``--json`` file."""
     chosen = {
-        name: str(value) if isinstance(value, Path) else value
+        name: provenance.shown(str(value)) if isinstance(value, Path) else value
         for name, value in asdict(options).items()
     }
     job = jobs[0]
@@ -770,6 +804,7 @@ def report(
         "random_prompts": not (options.text or options.prompts),
         # With it, sequences share physical KV blocks and caches serve more than in real use.
         "shared_prompt": job.share_prompt,
+        "filled_kv": job.fill_kv,  # no prefill: random numbers in every sequence's own blocks
         "synthetic_acceptance": job.acceptance,
         "prompt_tokens": [len(prompt) for prompt in job.prompts],
         "max_model_len": job.max_model_len,
@@ -815,7 +850,8 @@ def run_engine(
         errors.print(f"{TITLES[job.mode]} ...")
         try:
             result = run_worker(job, options)
-            why = sparse_refusal(result["stats"]) if job.mode in OURS else None
+            gated = job.dustin["dense_below"] > result["context_at_end"]
+            why = sparse_refusal(result["stats"], gated) if job.mode in OURS else None
             if why is None:
                 results[job.mode] = result
                 errors.print(
@@ -852,7 +888,10 @@ def _main() -> None:
     parser.add_argument("--worker", required=True, metavar="JOB", help="JSON file of the job")
     parser.add_argument("--result", required=True, metavar="FILE", help="where the numbers go")
     arguments = parser.parse_args()
-    _worker_main(arguments.worker, arguments.result)
+    # By its name, not as __main__, so that vLLM's workers import what they are asked to run.
+    from dustin_vllm.bench import engine
+
+    engine._worker_main(arguments.worker, arguments.result)
 
 
 if __name__ == "__main__":

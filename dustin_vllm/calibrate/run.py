@@ -282,7 +282,7 @@ def _write(
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "environment": provenance.environment() | _versions(),
         # Folders of this machine are nobody's business.
-        "command": [Path(word).name if "/" in word else word for word in provenance.command()],
+        "command": provenance.command(),
         "seed": options.seed,
         "options": {
             key: value
