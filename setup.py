@@ -8,6 +8,8 @@ setup(
         "dustin_vllm",
         "dustin_vllm.bench",
         "dustin_vllm.calibrate",
+        "dustin_vllm.eval",
+        "dustin_vllm.policies",
         "dustin_vllm.triton_kernels",
         "dustin_vllm.configs",
     ],

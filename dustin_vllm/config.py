@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from dustin_vllm import policies
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -113,11 +115,25 @@ class DustinConfig(BaseModel):
         description="Capture all draft passes of a verification batch, and the scoring around "
         "them, as one CUDA graph.",
     )
+    policy: str = Field(
+        "dustin",
+        description="For evaluation: what ranks the units of a context, see "
+        "dustin_vllm.policies. All but 'dustin' are rivals or controls.",
+    )
+    policy_seed: int = Field(0, ge=0, description="Of the policy that draws at random.")
     profile: str | None = Field(
         None,
         description="Name of a shipped profile, or the path of a profile file. Left out: the "
         "shipped profile of models of these shapes, if any. None: no profile.",
     )
+
+    @field_validator("policy")
+    @classmethod
+    def _check_policy(cls, value: str) -> str:
+        known = policies.names()
+        if value not in known:
+            raise ValueError(f"choose among {', '.join(known)}")
+        return value
 
     @field_validator("draft_budget", mode="before")
     @classmethod
@@ -515,8 +531,11 @@ def is_replicated(vllm_config: VllmConfig) -> bool:
     return draft < vllm_config.parallel_config.tensor_parallel_size
 
 
-def resolve(vllm_config: VllmConfig) -> Settings:
+def resolve(vllm_config: VllmConfig, changes: dict[str, Any] | None = None) -> Settings:
     """Check one vLLM configuration and resolve Dustin's settings against it.
+
+    Args:
+        changes: settings that differ from those in the configuration.
 
     Raises:
         ConfigError: a setting or the model is refused; the message says what to change.
@@ -528,7 +547,16 @@ def resolve(vllm_config: VllmConfig) -> Settings:
     target, draft = vllm_config.model_config, speculative.draft_model_config
     # Only now: models that are refused need not have heads.
     pair = PairShape(ModelShape.of(target.hf_text_config), ModelShape.of(draft.hf_text_config))
-    config = read_config(vllm_config.additional_config, pair)
+    additional = vllm_config.additional_config
+    if changes:
+        additional = {KEY: {**additional.get(KEY, {}), **changes}}
+    config = read_config(additional, pair)
+    parallel = vllm_config.parallel_config
+    if config.policy not in policies.BUILT_IN and parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"dustin.policy={config.policy!r} ranks by the heads of one rank; use "
+            f"{', '.join(policies.BUILT_IN)}, or tensor_parallel_size=1"
+        )
     block_size = vllm_config.cache_config.block_size
     return settings_of(
         config,
@@ -558,6 +586,10 @@ def settings_of(
         ConfigError: a budget cannot hold what is protected, or there are no such heads.
     """
     target_group = _target_group(config, unit)
+    if config.policy != "dustin":  # one ranking fills all that is free
+        config = config.model_copy(update={"merge": "fill"})
+        first = 0 if config.policy == "history" else target_group.budget_units
+        target_group = replace(target_group, lookahead_units=first)
     heads = [
         _resolve_heads(wanted, name, shape.layers, shape.heads)
         for wanted, name, shape in (

@@ -18,13 +18,14 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from dustin_vllm import config, metrics
+from dustin_vllm import config, metrics, policies, selection
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
 from dustin_vllm.proposer import DustinProposer
 from dustin_vllm.state import Counters, DenseReason, LoopReason, SequenceScores, Slot
@@ -49,6 +50,28 @@ def reduce_scores(scores: torch.Tensor, aggregate: str) -> torch.Tensor:
     return scores.copy_(group.all_reduce(scores))
 
 
+# Settings that an engine can go on with others of: nothing is sized or captured by them for good.
+SWITCHABLE = (
+    *("policy", "policy_seed", "budget", "draft_budget", "sinks", "recent", "dense_below"),
+    *("merge", "lookahead", "lookahead_weight", "dilate_history", "refresh_interval"),
+)
+
+
+@dataclass
+class Selected:
+    """What the merge made of the scores in one step, for R rows.
+
+    ``lookahead``, ``history``: [R, C] fp32 token scores, C at least every context; ``contexts``:
+    confirmed tokens; ``selections``: [R, K] int32.
+    """
+
+    rows: list[Row]
+    contexts: list[int]
+    lookahead: torch.Tensor
+    history: torch.Tensor
+    selections: torch.Tensor
+
+
 @dataclass
 class Row:
     """One batch row of the current step."""
@@ -60,6 +83,17 @@ class Row:
     dense: DenseReason | None  # why verification is dense; None: sparse
     drafts_sparsely: bool  # has a selection that its draft passes may read
     needs_selection: bool  # samples a token in this step, at a context worth a selection
+    first_row: int = 0  # token row of its first query
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.request.num_tokens) - len(self.request.output_token_ids)
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token is sampled in this step: its prompt is computed."""
+        return bool(self.seq_len >= self.request.num_tokens)
 
 
 class DustinRuntime(ABC):
@@ -78,6 +112,96 @@ class DustinRuntime(ABC):
         self._stats_file = metrics.worker_file() if get_tp_group().rank_in_group == 0 else None
         self._next_publication = self._next_log = 0.0
         self._logged = self.counters.as_dict()
+
+    # ---- evaluation: other policies, other settings, somebody who looks on -----------------
+
+    policy: policies.Policy | None = None  # None: the merge of this package
+    on_selection: Callable[[Selected], None] | None = None  # of the merge, see ``dustin trace``
+
+    def use_policy(self) -> None:
+        """Make the policy that the settings name, in place of the one before."""
+        if self.policy is not None:
+            self.policy.close()
+        self.policy = policies.make(self.settings, self)
+
+    def reconfigure(self, changes: dict[str, Any]) -> None:
+        """Go on with other settings of ``SWITCHABLE``, while no request is running.
+
+        Args:
+            changes: settings that differ from those the engine was started with.
+
+        Raises:
+            ConfigError: a setting that is fixed at start, or one that ``config`` refuses.
+        """
+        fixed = set(changes) - set(SWITCHABLE)
+        if fixed:
+            raise config.ConfigError(f"dustin.{min(fixed)} is fixed when the engine starts")
+        if self.settings.config.draft_graphs and self.runner.device.type == "cuda":
+            raise config.ConfigError(
+                "settings are captured in draft graphs; start with draft_graphs=false"
+            )
+        self.settings = config.resolve(self.runner.vllm_config, changes)
+        self.scores = SequenceScores(
+            2 * self.runner.scheduler_config.max_num_seqs, self.settings.groups, self.runner.device
+        )
+        self.rows = []
+        self._resize()
+        self.use_policy()
+
+    def _resize(self) -> None:  # noqa: B027
+        """Make room for the selections of other settings."""
+
+    @abstractmethod
+    def scoring_layers(self) -> list[tuple[Any, tuple[int, ...]]]:
+        """The target's scoring layers and the heads of each, ascending."""
+
+    @abstractmethod
+    def scoring_keys(self, block_table: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """Keys of one sequence on all scoring layers.
+
+        Args:
+            block_table: [MB] int32.
+            start, end: positions; ``start`` begins a block.
+
+        Returns:
+            [end - start, scoring layers * Hkv, D].
+        """
+
+    @abstractmethod
+    def verification_queries(self) -> tuple[list[int], torch.Tensor]:
+        """Queries of the target pass that has just ended, before the draft runs.
+
+        Returns:
+            Batch rows that get a selection, and the last gamma + 1 queries of each, [n, gamma + 1,
+            H, D] with H scoring heads; a row with fewer queries repeats its first.
+        """
+
+    def scoring_heads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[H] int64, index in ``scoring_keys`` of each scoring head's key, and [H] fp32 softmax
+        scales."""
+        key_heads, scales = [], []
+        for place, (layer, heads) in enumerate(self.scoring_layers()):
+            kv_heads = layer.impl.num_kv_heads
+            group = layer.impl.num_heads // kv_heads
+            key_heads += [place * kv_heads + head // group for head in heads]
+            scales += [float(layer.impl.scale)] * len(heads)
+        device = self.runner.device
+        return torch.tensor(key_heads, device=device), torch.tensor(scales, device=device)
+
+    def select_by_policy(
+        self, rows: list[Row], contexts: list[int], queries: torch.Tensor, tables: torch.Tensor
+    ) -> None:
+        """Selections of rows with more units than the budget, by the policy; see ``Step``."""
+        assert self.policy is not None
+        scores = self.policy.unit_scores(policies.Step(rows, contexts, queries, tables))
+        slots = [row.slot.index for row in rows]
+        lengths = torch.tensor(contexts, device=scores.device)
+        for group in self.settings.groups:
+            self.scores.selections[group.name][slots] = selection.merge_and_select(
+                scores, scores, lengths, self.settings, group
+            )
+
+    # ---- statistics -----------------------------------------------------------------------
 
     def local_heads(self, heads: HeadSet, layers: dict[int, Any], replicated: bool) -> HeadSet:
         """The scoring heads of one model that this rank holds."""
@@ -181,11 +305,12 @@ class DustinRuntime(ABC):
         starts = metadata.query_start_loc_cpu.tolist()
         seq_lens = metadata.seq_lens_cpu_upper_bound.tolist()
         self.rows = [
-            self._decide(request_id, requests[request_id], seq_lens[i], starts[i + 1] - starts[i])
+            self._decide(request_id, requests[request_id], seq_lens[i], starts[i], starts[i + 1])
             for i, request_id in enumerate(request_ids)
         ]
 
-    def _decide(self, request_id: str, request: Any, seq_len: int, num_new: int) -> Row:
+    def _decide(self, request_id: str, request: Any, seq_len: int, start: int, end: int) -> Row:
+        num_new = end - start
         context = seq_len - num_new
         slot = self.scores.slot(request_id)
         dense = self._dense_reason(request, slot, context, num_new)
@@ -205,7 +330,7 @@ class DustinRuntime(ABC):
                 seq_len if dense else self._sparse_length(self.settings.target, context, seq_len)
             )
         needs_selection = seq_len >= request.num_tokens and not self._is_short(seq_len)
-        return Row(slot, request, context, seq_len, dense, drafts_sparsely, needs_selection)
+        return Row(slot, request, context, seq_len, dense, drafts_sparsely, needs_selection, start)
 
     def _dense_reason(
         self, request: Any, slot: Slot, context: int, num_new: int
@@ -300,6 +425,7 @@ def attach(runner: Any) -> None:
     draft_layers = attention_layers(runner, draft_names)
     runtime_class = _runtime_class(runner.device)
     runtime = runtime_class(runner, settings, builder, target_layers, draft_layers)
+    runtime.use_policy()
     drafter.__class__ = DustinProposer
     drafter.runtime = runtime
     drafter.draft_attn_groups[0].get_metadata_builder().draft_runtime = runtime

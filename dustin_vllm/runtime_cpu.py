@@ -11,7 +11,7 @@ import torch
 
 from dustin_vllm import config, cpu_ops, selection
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
-from dustin_vllm.runtime import DustinRuntime, reduce_scores
+from dustin_vllm.runtime import DustinRuntime, Row, Selected, reduce_scores
 
 logger = logging.getLogger("vllm.dustin_vllm")
 
@@ -162,6 +162,7 @@ class CpuRuntime(DustinRuntime):
         self._history: torch.Tensor | None = None  # [len(to_score), C] token scores
         self._contexts = torch.empty(0)  # [len(to_score)] int32
         self._block_table = torch.empty(0)  # [len(to_score), MB] int32
+        self._last_queries = torch.empty(0)  # [len(to_score), scoring heads, D]
         self._verified_steps = 0
 
     def plan_verification(self, metadata: Any) -> Any:
@@ -228,6 +229,7 @@ class CpuRuntime(DustinRuntime):
             self._contexts = contexts[worth].to(torch.int32)
             self._block_table = metadata.block_table_tensor[self._to_score]
             queries = [rows[worth, last][:, None] for rows in kept]
+            self._last_queries = torch.cat([layer[:, 0] for layer in queries], dim=1)
             self._history = self.target.token_scores(queries, 1, self._block_table, self._contexts)
             self.draft.reset()
         self.counters.scoring_seconds += time.perf_counter() - started
@@ -250,7 +252,20 @@ class CpuRuntime(DustinRuntime):
         if self._history is None:
             return
         started = time.perf_counter()
+        contexts = self._contexts
+        rows = [self.rows[i] for i in self._to_score]
+        if self.policy is not None:
+            self.select_by_policy(rows, contexts.tolist(), self._last_queries, self._block_table)
+        else:
+            self._merge(rows)
+        self.publish(rows)
+        self._history = None
+        self.counters.scoring_seconds += time.perf_counter() - started
+
+    def _merge(self, rows: list[Row]) -> None:
+        """Lookahead scores; both signals to selections."""
         settings, contexts = self.settings, self._contexts
+        assert self._history is not None
         queries = [torch.stack(capture.taken, dim=1) for capture in self.draft.captures]
         seq_lens = contexts + settings.gamma
         lookahead = self.draft.token_scores(queries, settings.gamma, self._block_table, seq_lens)
@@ -260,15 +275,35 @@ class CpuRuntime(DustinRuntime):
             cpu_ops.unit_scores(lookahead, contexts, unit, 0),
             cpu_ops.unit_scores(self._history, contexts, unit, dilation),
         )
-        rows = [self.rows[i] for i in self._to_score]
         slots = [row.slot.index for row in rows]
         for group in settings.groups:
             self.scores.selections[group.name][slots] = selection.merge_and_select(
                 *scores, contexts, settings, group
             )
-        self.publish(rows)
-        self._history = None
-        self.counters.scoring_seconds += time.perf_counter() - started
+        if self.on_selection is not None:
+            made = self.scores.selections[settings.target.name][slots]
+            self.on_selection(Selected(rows, contexts.tolist(), lookahead, self._history, made))
+
+    def scoring_layers(self) -> list[tuple[Any, tuple[int, ...]]]:
+        return [(c.layer, tuple(c.heads.tolist())) for c in self.target.captures]
+
+    def scoring_keys(self, block_table: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        size = self.settings.block_size
+        blocks = block_table[start // size : -(-end // size)].long()
+        keys = [
+            cpu_ops.unpack_keys(capture.key_cache()[blocks], self.target.layout)
+            .transpose(1, 2)
+            .flatten(0, 1)
+            for capture in self.target.captures
+        ]
+        return torch.cat(keys, dim=1)[: end - start]
+
+    def verification_queries(self) -> tuple[list[int], torch.Tensor]:
+        if not self._to_score:
+            return [], torch.empty(0)
+        width = self.settings.gamma + 1
+        kept = [capture.taken[-1].unflatten(0, (-1, width)) for capture in self.target.captures]
+        return list(self._to_score), torch.cat(kept, dim=2)
 
     def _sample_recovery(self, kept: list[torch.Tensor], block_table: torch.Tensor) -> None:
         """Measure how much attention mass this step's selections covered, now and then.

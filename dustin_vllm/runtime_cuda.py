@@ -10,7 +10,7 @@ the step in flight were accepted); lengths that matter come from the device.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from dustin_vllm import config
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
 from dustin_vllm.draft_graphs import DraftGraphs, DraftInputs, draft_inputs
-from dustin_vllm.runtime import DustinRuntime, reduce_scores
+from dustin_vllm.runtime import DustinRuntime, Row, Selected, reduce_scores
 from dustin_vllm.state import LoopReason
 from dustin_vllm.triton_kernels import (
     MAX_QUERY_ROWS,
@@ -202,15 +202,7 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
             group.name: GroupBuffers(
                 table=zeros(rows, width),
                 lens=zeros(rows),
-                selected=zeros(rows, group.budget_units),
-                select=select_workspace(
-                    rows,
-                    context,
-                    settings.unit,
-                    group.budget_units,
-                    group.lookahead_units,
-                    device,
-                ),
+                **_selection_buffers(settings, group, rows, context, device),
             )
             for group in settings.groups
         },
@@ -222,6 +214,17 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
     _reserved.clear()
     _reserved[key] = (speculative, buffers)
     return buffers
+
+
+def _selection_buffers(
+    settings: Settings, group: LayerGroup, rows: int, context: int, device: Any
+) -> dict[str, Any]:
+    """``selected`` and ``select`` of GroupBuffers, which depend on the budget."""
+    budget, lookahead = group.budget_units, group.lookahead_units
+    return {
+        "selected": torch.zeros(rows, budget, dtype=torch.int32, device=device),
+        "select": select_workspace(rows, context, settings.unit, budget, lookahead, device),
+    }
 
 
 def _attention_workspaces(
@@ -350,6 +353,7 @@ class CudaRuntime(DustinRuntime):
         self._graphs = DraftGraphs(self, runner.drafter, self.buffers.draft_inputs)
         self._verified_steps = 0
         self._block_table: torch.Tensor | None = None
+        self._last_queries = torch.empty(0)  # [R, scoring heads, D], of the last confirmed token
         self._recovery_host = torch.zeros(2, device="cpu", pin_memory=runner.device.type == "cuda")
         logger.info("Dustin: %.0f MiB of device buffers", self.buffers.num_bytes() / 2**20)
 
@@ -565,6 +569,7 @@ class CudaRuntime(DustinRuntime):
             last = kept[self._places[:num_reqs], gamma - rejected]
             torch.mul(metadata.seq_lens[:num_reqs] - rejected, needs, out=contexts)
         self._block_table = metadata.block_table_tensor[:num_reqs]
+        self._last_queries = last
         self._token_scores(
             "target",
             buffers.history[:num_reqs],
@@ -613,6 +618,9 @@ class CudaRuntime(DustinRuntime):
         buffers.draft_queries.count = 0
         num_reqs = self._num_reqs
         contexts = buffers.contexts[:num_reqs]
+        if self.policy is not None:
+            self._rank()
+            return
         needs = buffers.row_info[NEEDS_SELECTION, :num_reqs]
         queries = buffers.draft_queries.queries.unflatten(0, (settings.gamma, -1))
         assert self._block_table is not None
@@ -648,6 +656,59 @@ class CudaRuntime(DustinRuntime):
                 settings.config.lookahead_weight,
             )
             self.scores.selections[group.name].index_copy_(0, slots, selected)
+        if self.on_selection is not None:
+            made = buffers.groups[settings.target.name].selected
+            places, rows, lengths = self._larger_than_budget()
+            scores = (lookahead[places], history[places])
+            self.on_selection(Selected(rows, lengths, *scores, made[places]))
+
+    def _rank(self) -> None:
+        """Selections by the policy."""
+        places, rows, lengths = self._larger_than_budget()
+        if rows:
+            assert self._block_table is not None
+            tables = self._block_table[places]
+            self.select_by_policy(rows, lengths, self._last_queries[places], tables)
+
+    def _larger_than_budget(self) -> tuple[list[int], list[Row], list[int]]:
+        """Batch rows that get a selection and have something to drop, and their contexts, which
+        are read back from the device."""
+        unit, budget = self.settings.unit, self.settings.target.budget_units
+        lengths = self.buffers.contexts[: len(self.rows)].tolist()
+        places = [
+            i
+            for i, row in enumerate(self.rows)
+            if row.needs_selection and lengths[i] // unit > budget
+        ]
+        return places, [self.rows[i] for i in places], [lengths[i] for i in places]
+
+    def scoring_layers(self) -> list[tuple[Any, tuple[int, ...]]]:
+        heads = self.buffers.target_queries.heads
+        return [(self.target_layers[index], chosen) for index, chosen in heads.layers]
+
+    def scoring_keys(self, block_table: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        size = self.settings.block_size
+        blocks = block_table[start // size : -(-end // size)].long()
+        keys = [
+            layer.kv_cache[blocks].transpose(1, 2)[..., : layer.impl.head_size].flatten(0, 1)
+            for layer, _ in self.scoring_layers()
+        ]
+        return torch.cat(keys, dim=1)[: end - start]
+
+    def verification_queries(self) -> tuple[list[int], torch.Tensor]:
+        rows = [i for i, row in enumerate(self.rows) if row.needs_selection]
+        kept = self.buffers.target_queries.queries.unflatten(0, (-1, self.settings.gamma + 1))
+        return rows, kept[rows]
+
+    def _resize(self) -> None:
+        buffers, settings = self.buffers, self.settings
+        target = buffers.groups[settings.target.name]  # its tables are captured in target graphs
+        sizes = (buffers.max_rows, buffers.history.shape[1], self.runner.device)
+        buffers.settings = settings
+        buffers.groups = {
+            group.name: replace(target, **_selection_buffers(settings, group, *sizes))
+            for group in settings.groups
+        }
 
     def _publish(self) -> None:
         self.publish([row for row in self.rows if row.needs_selection])
@@ -661,6 +722,8 @@ class CudaRuntime(DustinRuntime):
         return self._graphs.capturing
 
     def capture_drafting(self, num_tokens: int) -> None:
+        if self.policy is not None:
+            return  # what it does is not captured
         if self.settings.config.draft_graphs and num_tokens % (self.settings.gamma + 1) == 0:
             self._graphs.capture(num_tokens // (self.settings.gamma + 1))
 
