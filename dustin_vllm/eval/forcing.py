@@ -29,16 +29,57 @@ TOP = 512  # most likely tokens of the dense model that are told apart in the KL
 
 @dataclass
 class Dense:
-    """The dense model's distributions along one continuation of N tokens.
+    """The dense model's distributions at all N positions of all continuations; position i predicts
+    token i.
 
-    ``ids`` and ``log_probs``: [N, TOP], the most likely tokens first; ``rest``: [N] log of what
-    remains. Position i predicts token i.
+    ``ids`` [N, TOP] int32 and ``log_probs`` [N, TOP] fp32: the most likely tokens; ``rest``: [N]
+    log of what remains; ``top``: [N] int64, the most likely token.
     """
 
     ids: torch.Tensor
     log_probs: torch.Tensor
     rest: torch.Tensor
-    known: torch.Tensor  # [N] bool
+    top: torch.Tensor
+
+    @classmethod
+    def empty(cls, positions: int, vocabulary: int, device: torch.device) -> Dense:
+        """Room for so many positions."""
+        shape = (positions, min(TOP, vocabulary))
+        return cls(
+            ids=torch.zeros(shape, dtype=torch.int32, device=device),
+            log_probs=torch.zeros(shape, device=device),
+            rest=torch.zeros(positions, device=device),
+            top=torch.zeros(positions, dtype=torch.int64, device=device),
+        )
+
+    def record(self, positions: torch.Tensor, log_probs: torch.Tensor) -> None:
+        """Keep what is needed of [k, V] log probabilities."""
+        top = log_probs.topk(self.ids.shape[1], dim=-1)
+        self.ids[positions] = top.indices.int()
+        self.log_probs[positions] = top.values
+        self.rest[positions] = log_rest(top.values)
+        self.top[positions] = log_probs.argmax(-1)  # among equals not always topk's first
+
+    def divergence(self, positions: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+        """KL(dense || sparse) in nats over TOP + 1 events: the dense model's most likely tokens,
+        and any other. A lower bound of the KL over all tokens, close to it: the rest is rare.
+
+        Args:
+            positions: [k] int64.
+            log_probs: [k, V] fp32, sparse.
+
+        Returns:
+            [k] fp32.
+        """
+        found = log_probs.gather(1, self.ids[positions].long())
+        wanted, rest = self.log_probs[positions], self.rest[positions]
+        total = (wanted.exp() * (wanted - found)).sum(-1)
+        return (total + rest.exp() * (rest - log_rest(found))).clamp(min=0)
+
+
+def log_rest(log_probs: torch.Tensor) -> torch.Tensor:
+    """[..., TOP] log probabilities to [...] log of one minus their sum, bounded below."""
+    return torch.log((1 - log_probs.exp().sum(-1)).clamp(min=1e-12))
 
 
 @dataclass
@@ -51,43 +92,29 @@ class Measured:
     values: list[torch.Tensor] = field(default_factory=list)  # [k, 3]: nll, KL, same top token
 
 
-def log_rest(log_probs: torch.Tensor) -> torch.Tensor:
-    """[..., TOP] log probabilities to [...] log of one minus their sum, bounded below."""
-    return torch.log((1 - log_probs.exp().sum(-1)).clamp(min=1e-12))
-
-
-def divergence(dense: Dense, positions: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
-    """KL(dense || sparse) in nats over TOP + 1 events: the dense model's most likely tokens, and
-    any other. A lower bound of the KL over all tokens, close to it: the rest is rare.
-
-    Args:
-        positions: [k] int64.
-        log_probs: [k, V] fp32.
-
-    Returns:
-        [k] fp32.
-    """
-    found = log_probs.gather(1, dense.ids[positions])
-    wanted, rest = dense.log_probs[positions], dense.rest[positions]
-    total = (wanted.exp() * (wanted - found)).sum(-1) + rest.exp() * (rest - log_rest(found))
-    return total.clamp(min=0)
-
-
 class Forcing:
     """Hooks of one model runner.
 
     Args:
         runner: vLLM's model runner, with a DustinRuntime.
+        texts: continuations by name, as token ids.
+        with_queries: record the oracle's queries, too.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, texts: dict[str, list[int]], with_queries: bool) -> None:
         if runner.use_async_scheduling:
             raise RuntimeError("teacher forcing needs async_scheduling=False")
         self.runner = runner
-        self.texts: dict[str, list[int]] = {}
-        self.dense: dict[str, Dense] = {}
-        self.recording = False  # dense distributions
-        self.recording_queries = False  # for the oracle
+        self.texts = texts
+        self._offsets: dict[str, int] = {}
+        total = 0
+        for name, text in texts.items():
+            self._offsets[name] = total
+            total += len(text)
+        vocabulary = runner.model_config.get_vocab_size()
+        self.dense = Dense.empty(total, vocabulary, runner.device)
+        self.recording = True  # dense distributions, until ``take``
+        self.recording_queries = with_queries
         self.measured = Measured()
         self.accepted = {"rows": 0, "tokens": 0}  # of verifications that are not forced
         self._proposed: dict[str, int] = {}  # by request: tokens of the text proposed
@@ -110,19 +137,30 @@ class Forcing:
             counts = list(spec_decode_metadata.num_draft_tokens)
         self._done.clear()
         accepted: dict[int, list[int]] = {}
+        logit_rows: list[int] = []
+        places: list[int] = []
+        wanted: list[int] = []
         begin = 0  # a request's logits: one row for each draft, one for the token after
         for index, (request_id, row) in enumerate(zip(request_ids, runtime.rows, strict=True)):
-            rows = slice(begin, begin + counts[index] + 1)
-            begin = rows.stop
+            first_row = begin
+            begin += counts[index] + 1
             name = self._name(request_id)
             if name is None or not row.samples:
                 continue
-            text, first = self.texts[name], len(row.request.output_token_ids)
+            first = len(row.request.output_token_ids)
             right = min(counts[index], self._proposed.get(request_id, 0))
-            tokens = text[first : first + right + 1]
-            self._measure(name, first, tokens, logits[rows.start :][: len(tokens)], row)
+            tokens = self.texts[name][first : first + right + 1]
+            count = len(tokens)
+            wanted += tokens
+            logit_rows += range(first_row, first_row + count)
+            places += range(self._offsets[name] + first, self._offsets[name] + first + count)
+            self.measured.names += [name] * count
+            self.measured.positions += range(first, first + count)
+            self.measured.sparse += [row.dense is None] * count
             accepted[index] = tokens
-            self._done[request_id] = first + len(tokens)
+            self._done[request_id] = first + count
+        if accepted:
+            self._measure(logits[logit_rows], places, wanted)
         if self.recording_queries:
             self._record_queries()
         self._proposed.clear()
@@ -138,39 +176,16 @@ class Forcing:
             sampled[list(accepted)] = forced.to(sampled.device)
         return output
 
-    def _measure(
-        self, name: str, first: int, tokens: list[int], logits: torch.Tensor, row: Any
-    ) -> None:
+    def _measure(self, logits: torch.Tensor, places: list[int], tokens: list[int]) -> None:
         log_probs = logits.float().log_softmax(-1)
-        count = len(tokens)
+        positions = torch.tensor(places, device=logits.device)
         wanted = torch.tensor(tokens, device=logits.device)
-        nll = -log_probs.gather(1, wanted[:, None])[:, 0]
-        span = torch.arange(first, first + count, device=logits.device)
         if self.recording:
-            top = log_probs.topk(min(TOP, log_probs.shape[1]), dim=-1)
-            if name not in self.dense:
-                self.dense[name] = self._empty(len(self.texts[name]), top)
-            dense = self.dense[name]
-            dense.ids[span], dense.log_probs[span] = top.indices, top.values
-            dense.rest[span] = log_rest(top.values)
-            dense.known[span] = True
-        dense = self.dense[name]
-        kl = divergence(dense, span, log_probs)
-        same = log_probs.argmax(-1) == dense.ids[span, 0]
-        self.measured.names += [name] * count
-        self.measured.positions += range(first, first + count)
-        self.measured.sparse += [row.dense is None] * count
+            self.dense.record(positions, log_probs)
+        nll = -log_probs.gather(1, wanted[:, None])[:, 0]
+        kl = self.dense.divergence(positions, log_probs)
+        same = log_probs.argmax(-1) == self.dense.top[positions]
         self.measured.values.append(torch.stack([nll, kl, same.float()], dim=1))
-
-    @staticmethod
-    def _empty(length: int, top: Any) -> Dense:
-        shape = (length, top.values.shape[1])
-        return Dense(
-            ids=top.indices.new_zeros(shape),
-            log_probs=top.values.new_zeros(shape),
-            rest=top.values.new_zeros(length),
-            known=torch.zeros(length, dtype=torch.bool, device=top.values.device),
-        )
 
     def _record_queries(self) -> None:
         """Keep the scoring heads' queries of accepted tokens, by position after the prompt."""
@@ -185,10 +200,11 @@ class Forcing:
                 oracle.records[name] = kept.new_zeros(shape)
             record = oracle.records[name]
             width = min(len(kept), row.seq_len - row.context)
-            for offset in range(width):
-                place = row.seq_len - width + offset - row.prompt_tokens
-                if 0 <= place < len(record):
-                    record[place] = kept[len(kept) - width + offset]
+            end = row.seq_len - row.prompt_tokens  # positions after the prompt, of this step too
+            first = max(0, end - width)
+            last = min(end, len(record))
+            if first < last:
+                record[first:last] = kept[len(kept) - (end - first) :][: last - first]
 
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """In place of ``DustinProposer.propose``."""
@@ -239,16 +255,10 @@ class Forcing:
 def install(worker: Any, texts: dict[str, list[int]], with_queries: bool) -> None:
     """Hook into a worker's runner, and record what a dense run of the continuations says.
 
-    Args:
-        texts: continuations by name, as token ids.
-        with_queries: record the oracle's queries, too.
+    See ``Forcing``.
     """
-    runner = worker.model_runner
     oracle.records.clear()
-    runner.dustin_forcing = forcing = Forcing(runner)
-    forcing.texts = texts
-    forcing.recording = True
-    forcing.recording_queries = with_queries
+    worker.model_runner.dustin_forcing = Forcing(worker.model_runner, texts, with_queries)
 
 
 def take(worker: Any) -> dict[str, dict[str, Any]]:

@@ -97,42 +97,77 @@ def configurations(options: Options) -> list[Configuration]:
     ] or [Configuration(DENSE, min(options.budgets), options.granularities[0])]
 
 
+def make_maker(model: Path, text: Sequence[Path], vocab: int, seed: int) -> Maker:
+    """What draws samples from text, by a model's tokenizer.
+
+    Args:
+        text: files and folders; none: Python's own documentation and library.
+        vocab: token ids from here on are refused.
+
+    Raises:
+        EvalError: no tokenizer, or no usable text.
+    """
+    from transformers import AutoTokenizer
+
+    from dustin_vllm.calibrate.attention import CalibrationError
+    from dustin_vllm.calibrate.text import read_sources
+
+    try:
+        sources = read_sources(text)
+        tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+    except (CalibrationError, OSError, ValueError) as error:
+        raise EvalError(str(error)) from error
+
+    def encode(content: str) -> list[int]:
+        ids: list[int] = tokenizer(content, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def decode(ids: Sequence[int]) -> str:
+        content: str = tokenizer.decode(list(ids), skip_special_tokens=True)
+        return content
+
+    def chat(message: str) -> str:
+        content: str = tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+        )
+        return content
+
+    template = chat if getattr(tokenizer, "chat_template", None) else None
+    return Maker(sources, encode, decode, template, vocab, seed)
+
+
+def trace_prompt(
+    model: Path, text: Path | None, context: int, seed: int
+) -> tuple[list[int], Callable[..., str]]:
+    """The prompt of ``dustin trace``, at most ``context`` tokens, and how to decode tokens.
+
+    Raises:
+        EvalError: no such file, model or tokenizer.
+    """
+    maker = make_maker(model, (), 1 << 62, seed)
+    if text is None:
+        return maker.samples("copy", context, 1, 0)[0].prompt, maker.decode
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvalError(f"cannot read {text}: {error}") from error
+    return maker.ids(content)[:context], maker.decode
+
+
 def make_samples(options: Options) -> tuple[list[Sample], Callable[..., str], int]:
     """The samples, how to decode tokens, and the model length that all samples fit into.
 
     Raises:
         EvalError: text or models do not suffice.
     """
-    from transformers import AutoTokenizer
-
-    from dustin_vllm.calibrate.attention import CalibrationError
-    from dustin_vllm.calibrate.text import read_sources
     from dustin_vllm.demo import DemoError, read_model_config
 
     try:
-        sources = read_sources(options.text)
         shapes = [read_model_config(path) for path in (options.model, options.draft)]
-    except (CalibrationError, DemoError) as error:
+    except DemoError as error:
         raise EvalError(str(error)) from error
-    tokenizer = AutoTokenizer.from_pretrained(str(options.model), local_files_only=True)
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-    def decode(ids: Sequence[int]) -> str:
-        text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
-
-    def chat(message: str) -> str:
-        text: str = tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-        )
-        return text
-
-    template = chat if getattr(tokenizer, "chat_template", None) else None
     vocab = min(shape["vocab_size"] for shape in shapes)
-    maker = Maker(sources, encode, decode, template, vocab, options.seed)
+    maker = make_maker(options.model, options.text, vocab, options.seed)
     samples: list[Sample] = []
     for task in options.tasks:
         if task == "drift":
@@ -149,7 +184,7 @@ def make_samples(options: Options) -> tuple[list[Sample], Callable[..., str], in
             f"the longest prompt and output need {longest + 2 * options.gamma + 2} positions, but "
             f"the models have {limit}: lower --context, --output-tokens or --drift-tokens"
         )
-    return samples, decode, min(needed, limit)
+    return samples, maker.decode, min(needed, limit)
 
 
 def key_of(options: Options, samples: Sequence[Sample]) -> str:
