@@ -17,6 +17,7 @@ from test_engine import rows_to_keys
 from test_policies import UNIT, Watcher, select
 from typer.testing import CliRunner
 
+from dustin_vllm import provenance
 from dustin_vllm.calibrate import models
 from dustin_vllm.calibrate.attention import SparseRows, active
 from dustin_vllm.calibrate.policies import kept_positions
@@ -309,7 +310,8 @@ def test_forced_verification_equals_transformers(make_llm, target, draft, monkey
     if policy == "dustin":
         assert result["outputs"] == {FREE.name: expected[0]}
     rows, accepted = result["accepted"]["rows"], result["accepted"]["tokens"]
-    assert rows < accepted == 31  # the first token comes from prefill
+    # The first token comes from prefill; the last step may confirm more than are asked for.
+    assert rows < 31 <= accepted <= 31 + GAMMA
 
 
 @pytest.mark.engine
@@ -343,7 +345,8 @@ def test_the_oracle_ranks_by_the_attention_to_come(make_llm, target, draft, monk
 
     def remember(runtime, index, context):
         row = runtime.rows[0]
-        for name, kept in watcher.target_queries.items():
+        targets = {n: q for n, q in watcher.target_queries.items() if not n.startswith("draft")}
+        for name, kept in targets.items():
             for place in range(row.seq_len - row.context):
                 queries.setdefault(name, {})[row.context + place] = kept[row.first_row + place]
 
@@ -591,12 +594,14 @@ def test_an_evaluation_that_ran_out_of_time_is_resumed(pair, tmp_path):
     chosen += ["--resume", "--plot", str(figure)]
     done = command(pair, *chosen, "--policies", "dustin,static,oracle")
     assert done.exit_code == 0, done.output
-    assert "dustin, budget 160, block" in done.output.replace("\n", " ") or "drift" in done.output
+    assert "2 configurations are done" not in done.output
+    assert "1 configurations are done" in done.output
+    assert "known continuations" in done.output
     data = json.loads(file.read_text())
     found = [(e["engine"], e["configuration"]["policy"]) for e in data["configurations"]]
     assert found == [(0, "dense"), (1, "dense"), (1, "dustin"), (1, "static"), (1, "oracle")]
     assert data["skipped"] == data["failures"] == []
-    assert data["command"][1] == "eval" or "eval" in data["command"]
+    assert data["command"] == provenance.command()
     assert data["engines"][1]["environment"]["torch"] == torch.__version__
     assert len(data["samples"]) == 7
     assert {s["prompt_tokens"] for s in data["samples"]} == {600}
@@ -609,6 +614,7 @@ def test_an_evaluation_that_ran_out_of_time_is_resumed(pair, tmp_path):
     assert dustin["accepted"]["tokens"] > dustin["accepted"]["rows"] > 0
     assert by_policy["oracle"]["scores"] == {}
     table = {(e["policy"], e["task"]): e for e in data["table"]}
+    assert len(table) == len(data["table"]) == 4 * 3 + 2  # dense once, the oracle's two tasks
     assert table["dustin", "drift"]["kl"]["mean"] > 1e-4 > table["dense", "drift"]["kl"]["mean"]
     assert table["oracle", "continuation"]["sparse"] == 1
     assert figure.read_bytes().startswith(b"\x89PNG")

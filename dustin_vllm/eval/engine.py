@@ -157,6 +157,8 @@ class Evaluation:
         changes = {"policy": "dustin" if dense else policy, "budget": configuration.budget}
         self.llm.collective_rpc(self._forcing.reconfigure, args=(changes,))
         chosen = [s for s in self.samples if policy != "oracle" or s.task in FORCED]
+        # The longest outputs run all the while, the others beside them.
+        chosen.sort(key=lambda sample: -sample.max_tokens)
         parameters = []
         for sample in chosen:
             extra = {"dustin": "dense"} if dense else {}

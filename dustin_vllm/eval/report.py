@@ -60,6 +60,8 @@ def summarise(data: dict[str, Any]) -> None:
     for entry in data["configurations"]:
         base = dense[entry["engine"]]
         where = entry["configuration"]
+        if entry is base and entry["engine"] != min(dense):
+            continue  # shown once; each engine's own is what its configurations are compared with
         for task, context, names in _groups(about, entry["scores"]):
             scores = [entry["scores"][name] for name in names]
             lost = [base["scores"][name] - entry["scores"][name] for name in names]
