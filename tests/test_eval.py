@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -769,3 +772,75 @@ def test_the_command_trace_writes_a_page(pair, tmp_path, monkeypatch):
     bad = CliRunner().invoke(app, [*line[:6], "--text", str(tmp_path / "none")])
     assert bad.exit_code == 2
     assert "cannot read" in bad.output
+
+
+# ---- lm-eval ------------------------------------------------------------------------------
+
+LM_EVAL = """
+import json, os, sys
+from lm_eval import simple_evaluate
+from lm_eval.models.vllm_causallms import VLLM
+from lm_eval.tasks import TaskManager
+
+target, draft, folder = sys.argv[1:]
+model = VLLM(
+    pretrained=target,
+    dtype="float32",
+    max_model_len=2048,
+    enforce_eager=True,
+    kv_cache_memory_bytes=1 << 28,
+    block_size=32,
+    attention_backend="DUSTIN",
+    speculative_config={"method": "draft_model", "model": draft, "num_speculative_tokens": 4},
+    additional_config={"dustin": {"budget": 160, "recent": 32, "dense_below": 0}},
+)
+manager = TaskManager(include_path=folder, include_defaults=False)
+found = simple_evaluate(model=model, tasks=["far_fact"], task_manager=manager)
+stats = model.model.collective_rpc("dustin_stats")[0]
+said = [sample["filtered_resps"][0] for sample in found["samples"]["far_fact"]]
+print("RESULT", json.dumps([found["results"]["far_fact"]["exact_match,none"], said, stats]))
+"""
+TASK = """
+task: far_fact
+dataset_path: json
+dataset_kwargs: {data_files: FILE}
+test_split: train
+output_type: generate_until
+doc_to_text: "{{text}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["never"], max_gen_toks: 24, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.mark.engine
+def test_lm_eval_runs_a_task_with_sparse_verification(pair, tmp_path):
+    """As for LongBench and RULER, which need a hub: a task of local text, in its vLLM model."""
+    made = maker().samples("passkey", 800, 3, 0)
+    rows = [{"text": bytes(s.prompt).decode(), "answer": s.answer} for s in made]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "far_fact.yaml").write_text(TASK.replace("FILE", str(data)))
+    # lm-eval asks for the version of a distribution that the CPU build does not have.
+    shim = tmp_path / "shim" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+    shim.parent.mkdir(parents=True)
+    shim.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    script = tmp_path / "script.py"
+    script.write_text(LM_EVAL)
+    paths = [str(Path(__file__).parents[1]), str(shim.parents[1]), *sys.path]
+    done = subprocess.run(
+        [sys.executable, str(script), str(pair[0]), str(pair[1]), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HOME": str(tmp_path / "hf")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
+    exact, said, stats = json.loads(line.removeprefix("RESULT "))
+    assert exact == 0  # the weights are random
+    assert len(said) == 3
+    assert any(said)
+    assert stats["sparse_rows"] == stats["verification_rows"] > 10
