@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from dustin_vllm import demo_models, provenance
 from dustin_vllm.bench.common import package_environment
+from dustin_vllm.results import ResultsError, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -800,9 +801,11 @@ def run_demo(options: DemoOptions, console: Console, errors: Console) -> int:
         console.print(line, style="yellow" if line == LOSSY_WARNING else None)
     if options.json_file is not None:
         data = report_data(summary, results, options, environment, lines)
-        options.json_file.write_text(
-            json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        try:
+            write_json(options.json_file, data)
+        except ResultsError as error:
+            errors.print(str(error), style="red", markup=False)
+            return 1
         errors.print(f"Wrote {options.json_file}.")
     if why := refusal(summary):
         errors.print(f"Error: {why}", style="red", markup=False)

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from dustin_vllm.state import DenseReason, LoopReason
+from dustin_vllm.state import DenseReason, LoopReason, Mode
 
 FILE = "DUSTIN_STATS_FILE"
 PUBLISH_SECONDS = 0.5
@@ -38,21 +38,42 @@ COUNTERS = (
     ("recovery_samples", "Measurements of attention recovery.", "recovery_samples"),
     ("recovery_sum", "Sum of the attention recovery measured.", "recovery_sum"),
 )
-BY_REASON = (
-    ("dense_rows", "Rows that were computed densely.", "dense_rows", tuple(DenseReason)),
-    ("draft_loops", "Steps that drafted pass by pass.", "draft_loops", tuple(LoopReason)),
+# The same with a label, its values last.
+LABELLED = (
+    ("dense_rows", "Rows that were computed densely.", "dense_rows", "reason", DenseReason),
+    ("draft_loops", "Steps that drafted pass by pass.", "draft_loops", "reason", LoopReason),
+    (
+        "verifications",
+        "Rows that verified drafts; counted where verified_tokens is.",
+        "verifications",
+        "mode",
+        Mode,
+    ),
+    (
+        "verified_tokens",
+        "Tokens that those rows confirmed; over verifications: acceptance length.",
+        "verified_tokens",
+        "mode",
+        Mode,
+    ),
+)
+GAUGES = (
+    ("live_sequences", "Sequences that hold state.", "live_sequences"),
+    ("selection_tokens", "KV positions of one selection.", "selection_tokens"),
 )
 
 
 def _values(stats: dict[str, Any]) -> Iterator[float]:
-    for _, _, key in COUNTERS:
+    for _, _, key in (*COUNTERS, *GAUGES):
         yield stats[key]
-    for _, _, key, reasons in BY_REASON:
-        for reason in reasons:
-            yield stats[key].get(reason.value, 0)
+    for _, _, key, _, members in LABELLED:
+        for member in members:
+            yield stats[key].get(member.value, 0)
 
 
-LAYOUT = struct.Struct(f"<{len(COUNTERS) + sum(len(reasons) for *_, reasons in BY_REASON)}d")
+LAYOUT = struct.Struct(
+    f"<{len(COUNTERS) + len(GAUGES) + sum(len(members) for *_, members in LABELLED)}d"
+)
 
 
 def log_line(stats: dict[str, Any], before: dict[str, Any]) -> str:
@@ -114,17 +135,19 @@ class _Collector:
 
     def collect(self) -> Iterator[Any]:
         """Called on every scrape."""
-        from prometheus_client.core import CounterMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         if self.file is None:
             return
         values = iter(self.file.read())
         for name, text, _ in COUNTERS:
             yield CounterMetricFamily(f"vllm:dustin_{name}", text, value=next(values))
-        for name, text, _, reasons in BY_REASON:
-            family = CounterMetricFamily(f"vllm:dustin_{name}", text, labels=["reason"])
-            for reason in reasons:
-                family.add_metric([reason.value], next(values))
+        for name, text, _ in GAUGES:
+            yield GaugeMetricFamily(f"vllm:dustin_{name}", text, value=next(values))
+        for name, text, _, label, members in LABELLED:
+            family = CounterMetricFamily(f"vllm:dustin_{name}", text, labels=[label])
+            for member in members:
+                family.add_metric([member.value], next(values))
             yield family
 
 

@@ -28,7 +28,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from dustin_vllm import config, metrics, policies, selection
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
 from dustin_vllm.proposer import DustinProposer
-from dustin_vllm.state import Counters, DenseReason, LoopReason, SequenceScores, Slot
+from dustin_vllm.state import Counters, DenseReason, LoopReason, Mode, SequenceScores, Slot
 
 logger = logging.getLogger("vllm.dustin_vllm")
 
@@ -94,6 +94,16 @@ class Row:
     def samples(self) -> bool:
         """Whether a token is sampled in this step: its prompt is computed."""
         return bool(self.seq_len >= self.request.num_tokens)
+
+    @property
+    def mode(self) -> Mode:
+        """How the row is verified, if it is."""
+        return Mode.SPARSE if self.dense is None else Mode.DENSE
+
+    @property
+    def verifies(self) -> bool:
+        """Whether there are drafts among the row's tokens."""
+        return self.dense is not DenseReason.PREFILL and self.seq_len - self.context > 1
 
 
 class DustinRuntime(ABC):
@@ -211,8 +221,13 @@ class DustinRuntime(ABC):
         return heads.of_rank(group.rank_in_group, ranks, num_heads)
 
     def stats(self) -> dict[str, Any]:
-        """Counters, plus the number of live sequences."""
-        return {**self.counters.as_dict(), "live_sequences": len(self.scores)}
+        """Counters, plus the number of live sequences and the size of a selection."""
+        group = self.settings.target
+        return {
+            **self.counters.as_dict(),
+            "live_sequences": len(self.scores),
+            "selection_tokens": group.budget_units * self.settings.unit,
+        }
 
     def _publish_stats(self) -> None:
         """Show the counters to the front end, now and then, and more rarely in the log."""
@@ -300,8 +315,8 @@ class DustinRuntime(ABC):
         requests = self.runner.requests
         request_ids = self.runner.input_batch.req_ids[: metadata.num_reqs]
         self._step += 1
-        self._publish_stats()
         self.scores.keep_only(requests)
+        self._publish_stats()
         starts = metadata.query_start_loc_cpu.tolist()
         seq_lens = metadata.seq_lens_cpu_upper_bound.tolist()
         self.rows = [
@@ -367,6 +382,20 @@ class DustinRuntime(ABC):
         """Tokens a sparse row reads in layers of a group: the selection and the tail."""
         unit = self.settings.unit
         return group.budget_units * unit + seq_len - context // unit * unit
+
+    def count_verified(self, rejected: dict[Mode, int]) -> None:
+        """Count the verifications of this step and the tokens they confirmed.
+
+        Args:
+            rejected: draft tokens that were rejected in this step's rows, by mode.
+        """
+        counters = self.counters
+        for row in self.rows:
+            if row.verifies:
+                counters.verifications[row.mode.value] += 1
+                counters.verified_tokens[row.mode.value] += row.seq_len - row.context
+        for mode, tokens in rejected.items():
+            counters.verified_tokens[mode.value] -= tokens
 
     def count_draft_pass(self, seq_lens: list[int]) -> None:
         """Count one sparse draft pass; seq_lens of all rows."""

@@ -12,6 +12,7 @@ import torch
 from dustin_vllm import config, cpu_ops, selection
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
 from dustin_vllm.runtime import DustinRuntime, Row, Selected, reduce_scores
+from dustin_vllm.state import Mode
 
 logger = logging.getLogger("vllm.dustin_vllm")
 
@@ -210,6 +211,7 @@ class CpuRuntime(DustinRuntime):
     def begin_scoring(self, metadata: Any, num_rejected: torch.Tensor | None) -> None:
         self.target.arm(None)
         self._history = None
+        self._count_verified(num_rejected)
         if not self._to_score:
             return
         started = time.perf_counter()
@@ -233,6 +235,13 @@ class CpuRuntime(DustinRuntime):
             self._history = self.target.token_scores(queries, 1, self._block_table, self._contexts)
             self.draft.reset()
         self.counters.scoring_seconds += time.perf_counter() - started
+
+    def _count_verified(self, num_rejected: torch.Tensor | None) -> None:
+        rejected = dict.fromkeys(Mode, 0)
+        if num_rejected is not None:
+            for row, tokens in zip(self.rows, num_rejected.tolist(), strict=False):
+                rejected[row.mode] += tokens
+        self.count_verified(rejected)
 
     def begin_draft_pass(self, rows: torch.Tensor | None) -> None:
         if self._history is not None:

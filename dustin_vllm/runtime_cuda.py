@@ -20,7 +20,7 @@ from dustin_vllm import config
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
 from dustin_vllm.draft_graphs import DraftGraphs, DraftInputs, draft_inputs
 from dustin_vllm.runtime import DustinRuntime, Row, Selected, reduce_scores
-from dustin_vllm.state import LoopReason
+from dustin_vllm.state import LoopReason, Mode
 from dustin_vllm.triton_kernels import (
     MAX_QUERY_ROWS,
     AttentionWorkspace,
@@ -40,6 +40,7 @@ logger = logging.getLogger("vllm.dustin_vllm")
 GRAPH_SPLITS = 32  # vLLM's upper bound on FlashAttention's KV splits under CUDA graphs
 SCORE_SCRATCH_BYTES = 96 << 20
 MAX_SPLITS = 8  # of our kernel
+ACCEPTANCE_EVERY = 8  # steps; see CudaRuntime._count_verified
 ATTENTION_PARTS = 1024  # programs of our kernel that may hold a part of a row at once
 # Rows of Buffers.row_info: flags, and the slot in SequenceScores.
 VERIFY_SPARSELY, SLOT, NEEDS_SELECTION, DRAFT_SPARSELY = range(4)
@@ -134,6 +135,7 @@ class Buffers:
     draft_inputs: DraftInputs
     attention: dict[str, AttentionWorkspace]  # by model; of the Triton kernel, if it is used
     recovery: torch.Tensor  # [2] fp32: sum, samples
+    rejected: torch.Tensor  # [2] int64: draft tokens of dense and of sparse rows
 
     def num_bytes(self) -> int:
         """Device memory of all buffers."""
@@ -209,6 +211,7 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
         draft_inputs=draft_inputs(rows, gamma, -(-context // settings.block_size), device),
         attention=_attention_workspaces(vllm_config, settings, rows, device),
         recovery=zeros(2, dtype=torch.float32),
+        rejected=zeros(2, dtype=torch.int64),
     )
     # The previous engine of this process, if any, is gone or has its own reference.
     _reserved.clear()
@@ -354,13 +357,23 @@ class CudaRuntime(DustinRuntime):
         self._verified_steps = 0
         self._block_table: torch.Tensor | None = None
         self._last_queries = torch.empty(0)  # [R, scoring heads, D], of the last confirmed token
-        self._recovery_host = torch.zeros(2, device="cpu", pin_memory=runner.device.type == "cuda")
+        pinned = runner.device.type == "cuda"
+        self._recovery_host = torch.zeros(2, device="cpu", pin_memory=pinned)
+        self._rejected_host = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self._proposals = 0
         logger.info("Dustin: %.0f MiB of device buffers", self.buffers.num_bytes() / 2**20)
 
     def stats(self) -> dict[str, Any]:
         total, samples = self._recovery_host.tolist()
         self.counters.recovery_sum, self.counters.recovery_samples = total, int(samples)
-        return super().stats()
+        stats = super().stats()
+        # The counters hold drafts that were verified; how many were rejected the device knows.
+        for mode, rejected in zip(
+            (Mode.DENSE, Mode.SPARSE), self._rejected_host.tolist(), strict=True
+        ):
+            if mode.value in stats["verified_tokens"]:
+                stats["verified_tokens"][mode.value] -= rejected
+        return stats
 
     def num_splits(self, num_reqs: int) -> int:
         """Upper bound on FlashAttention's KV splits for verification.
@@ -727,8 +740,22 @@ class CudaRuntime(DustinRuntime):
         if self.settings.config.draft_graphs and num_tokens % (self.settings.gamma + 1) == 0:
             self._graphs.capture(num_tokens // (self.settings.gamma + 1))
 
+    def _count_verified(self, num_rejected: torch.Tensor | None) -> None:
+        """Count acceptance now and then: reading it back costs the host two launches and a copy."""
+        self._proposals += 1
+        if num_rejected is None or self._proposals % ACCEPTANCE_EVERY:
+            return
+        self.count_verified({})
+        buffers, num_reqs = self.buffers, len(self.rows)
+        # Rows without drafts reject none.
+        buffers.rejected.index_add_(
+            0, buffers.row_info[VERIFY_SPARSELY, :num_reqs], num_rejected[:num_reqs].long()
+        )
+        self._rejected_host.copy_(buffers.rejected, non_blocking=True)  # read when it is there
+
     def replay_drafting(self, arguments: dict[str, Any]) -> torch.Tensor | None:
         metadata = arguments["common_attn_metadata"]
+        self._count_verified(arguments.get("num_rejected_tokens_gpu"))
         if self._scoring:
             self._sample_recovery(metadata)
         drafts = self._graphs.replay(arguments)

@@ -29,6 +29,13 @@ class DenseReason(str, Enum):
     REFRESH = "refresh"  # refresh_interval
 
 
+class Mode(str, Enum):
+    """How a row was verified."""
+
+    SPARSE = "sparse"
+    DENSE = "dense"
+
+
 class LoopReason(str, Enum):
     """Why vLLM's loop drafted, and not a graph of all draft passes."""
 
@@ -114,6 +121,10 @@ class Counters:
     draft_graphs: int = 0  # steps whose drafts came from one graph
     draft_loops: Counter[str] = field(default_factory=Counter)  # steps drafted pass by pass
     selections: int = 0
+    # Rows that verified at least one draft, and the tokens they confirmed, the bonus token
+    # included; by Mode. On a GPU of every 8th step only, so take their ratio alone.
+    verifications: Counter[str] = field(default_factory=Counter)
+    verified_tokens: Counter[str] = field(default_factory=Counter)
     recovery_sum: float = 0.0
     recovery_samples: int = 0
     scoring_seconds: float = 0.0  # CPU only
@@ -121,5 +132,4 @@ class Counters:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        reasons = ("dense_rows", "draft_loops")
-        return {**vars(self), **{name: dict(getattr(self, name)) for name in reasons}}
+        return {k: dict(v) if isinstance(v, Counter) else v for k, v in vars(self).items()}

@@ -414,7 +414,7 @@ def test_counters_are_metrics_of_vllm(make_llm, target, draft, monkeypatch):
 
     def read() -> dict[str, float]:
         return {
-            m.name.removeprefix("vllm:dustin_") + m.labels.get("reason", ""): m.value
+            m.name.removeprefix("vllm:dustin_") + "".join(m.labels.values()): m.value
             for m in llm.get_metrics()
             if m.name.startswith("vllm:dustin_")
         }
@@ -429,6 +429,26 @@ def test_counters_are_metrics_of_vllm(make_llm, target, draft, monkeypatch):
     for reason, rows in before["dense_rows"].items():
         assert shown[f"dense_rows{reason}"] == rows
     assert shown["dense_rowslong_query"] == 0
+    assert shown["selection_tokens"] == 160
+    # The acceptance of sparse and of dense rows; together that of vLLM's own counters.
+    for name in ("verifications", "verified_tokens"):
+        for mode in ("sparse", "dense"):
+            assert shown[name + mode] == before[name][mode] > 0
+    values = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    drafts = values["vllm:spec_decode_num_drafts"]
+    assert sum(before["verifications"].values()) == drafts
+    accepted = values["vllm:spec_decode_num_accepted_tokens"]
+    assert sum(before["verified_tokens"].values()) == accepted + drafts
+
+
+def test_state_is_freed_when_all_requests_are_gone(make_llm, target, draft, monkeypatch):
+    monkeypatch.setattr(metrics, "PUBLISH_SECONDS", 0)
+    llm = make_llm(target, draft, SPARSE)
+    generate(llm, PROMPTS)
+    generate(llm, [[5, 6]], max_tokens=1)  # frees what is gone, and publishes
+    values = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    assert values["vllm:dustin_live_sequences"] == 0
+    assert len(runtime_of(llm).scores) == 1
 
 
 def test_every_nth_verification_is_dense(make_llm, target, draft, spy):

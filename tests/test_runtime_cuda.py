@@ -369,3 +369,39 @@ def test_a_graph_is_captured_with_the_compacted_table(monkeypatch):
     assert planned.seq_lens.tolist() == [103, 63]
     assert torch.equal(planned.block_table_tensor[:, :4], engine.table[:2, :4])
     assert engine.runtime.buffers.target_queries.count == 2 * (GAMMA + 1)
+
+
+def test_acceptance_is_counted_by_mode(monkeypatch):
+    """In every n-th step; the host knows the drafts, the device which were rejected."""
+    monkeypatch.setattr(runtime_cuda, "ACCEPTANCE_EVERY", 2)
+    engine = FakeEngine(monkeypatch, 16, None)
+    runtime = engine.runtime
+    engine.runner.input_batch.req_ids = ["a", "b", "c"]
+    for name, output in (("a", 1), ("b", 0), ("c", 2)):
+        engine.runner.requests[name] = SimpleNamespace(
+            num_tokens=0, output_token_ids=[0] * output, sampling_params=None
+        )
+
+    def step(contexts, new, rejected):
+        for name, tokens in zip("abc", (contexts[0] + 1, 400, contexts[2] + 1), strict=True):
+            engine.runner.requests[name].num_tokens = tokens
+        metadata = engine.metadata(contexts, new)
+        runtime.plan_verification(metadata)
+        runtime._count_verified(None if rejected is None else int32(rejected))
+        return runtime.stats()
+
+    # a is sparse, b in its prompt, c has no selection; nothing is counted in every other step.
+    step([200, 130, 30], [1, 3, 1], None)
+    runtime.publish([runtime.rows[0]])
+    stats = step([201, 133, 31], [3, 3, 3], [1, 0, 2])
+    assert runtime.rows[0].dense is None
+    assert stats["verifications"] == {"sparse": 1, "dense": 1}
+    assert stats["verified_tokens"] == {"sparse": 2, "dense": 1}
+    runtime.publish([runtime.rows[0]])
+    skipped = step([203, 136, 32], [3, 3, 2], [2, 0, 1])
+    for name in ("verifications", "verified_tokens"):
+        assert skipped[name] == stats[name]
+    runtime.publish([runtime.rows[0]])
+    stats = step([204, 139, 33], [3, 3, 1], [0, 0, 0])  # c without drafts
+    assert stats["verifications"] == {"sparse": 2, "dense": 1}
+    assert stats["verified_tokens"] == {"sparse": 5, "dense": 1}

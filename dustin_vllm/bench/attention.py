@@ -11,7 +11,6 @@ serve what HBM must serve in a model, and the outputs of those very replays are 
 from __future__ import annotations
 
 import datetime
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,6 +22,7 @@ import torch
 from dustin_vllm import provenance, reference
 from dustin_vllm.bench.common import BenchError, pyplot
 from dustin_vllm.bench.presets import ModelShape, spread
+from dustin_vllm.results import ResultsError, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -1014,13 +1014,13 @@ def run_attention(
                 "correct": not wrong,
                 "results": results,
             }
-            json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            write_json(json_file, data)
         if wrong:
             raise BenchError("wrong outputs, so there are no ratios:\n" + "\n".join(wrong))
         console.print(make_table(options, results))
         if plot_file is not None:
             plot(options, results, plot_file)
-    except BenchError as error:
+    except (BenchError, ResultsError) as error:
         errors.print(f"Error: {error}", style="red", markup=False, highlight=False)
         return 1
     return 0

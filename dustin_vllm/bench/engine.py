@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from dustin_vllm import provenance
 from dustin_vllm.bench.common import BenchError, package_environment, pyplot
 from dustin_vllm.bench.presets import PRESETS, scoring_layers, write_models
+from dustin_vllm.results import ResultsError, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -867,8 +868,10 @@ def run_engine(
             fail(str(error))
         add_ratios(results)
         if json_file is not None:
-            data = report(options, jobs, results, failures)
-            json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            try:
+                write_json(json_file, report(options, jobs, results, failures))
+            except ResultsError as error:
+                fail(str(error))
     if results:
         what = options.preset if options.model is None else options.model.name
         title = f"{what}, batch {options.batch}, {options.context} tokens, γ = {options.gamma}"

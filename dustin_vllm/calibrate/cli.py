@@ -68,6 +68,7 @@ def calibrate(
         from dustin_vllm.calibrate.run import Options
         from dustin_vllm.calibrate.run import calibrate as run
         from dustin_vllm.config import ConfigError
+        from dustin_vllm.results import ResultsError
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers", "safetensors"):
             raise
@@ -108,7 +109,7 @@ def calibrate(
     try:
         with _progress(console) as advance:
             files, data = run(options, advance)
-    except (CalibrationError, ConfigError) as error:
+    except (CalibrationError, ConfigError, ResultsError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     _show(Console(), data)

@@ -19,6 +19,7 @@ from dustin_vllm.calibrate.attention import SparseRows, active
 from dustin_vllm.calibrate.models import Model
 from dustin_vllm.calibrate.policies import Selections, kept_positions
 from dustin_vllm.calibrate.traces import Scores
+from dustin_vllm.results import ResultsError
 
 MAX_ROWS = 256  # rows per forward pass; bounds the logits in memory
 
@@ -63,11 +64,13 @@ class Journal:
     def put(self, key: str, values: dict[str, list[float]]) -> None:
         """Remember and write at once."""
         self._known[key] = values
-        with self.path.open("a", encoding="utf-8") as stream:
-            if self._torn:
-                stream.write("\n")
-                self._torn = False
-            stream.write(json.dumps({"key": key, "values": values}) + "\n")
+        line = json.dumps({"key": key, "values": values}) + "\n"
+        try:
+            with self.path.open("a", encoding="utf-8") as stream:
+                stream.write("\n" + line if self._torn else line)
+        except OSError as error:
+            raise ResultsError(f"cannot write {self.path}: {error.strerror or error}") from error
+        self._torn = False
 
 
 class Evaluator:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -184,13 +183,6 @@ def heads_data(scores: HeadScores) -> dict[str, Any]:
         "counted": scores.used,
         "scores": [[round(value, 5) for value in row] for row in scores.scores.tolist()],
     }
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write JSON, complete or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    part.rename(path)
 
 
 def draw_recovery(path: Path, table: Sequence[dict[str, Any]], title: str) -> None:

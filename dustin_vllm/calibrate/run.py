@@ -24,6 +24,7 @@ from dustin_vllm.calibrate.search import Advance, Search
 from dustin_vllm.calibrate.text import KINDS, Sources, Window, WindowMaker, read_sources
 from dustin_vllm.calibrate.traces import Item, Scores, Trace, record
 from dustin_vllm.config import DustinConfig
+from dustin_vllm.results import write_json
 
 
 @dataclass(frozen=True)
@@ -315,7 +316,7 @@ def _write(
         "recovery": result["recovery"],
         "trials": [report.trial_data(trial) for trial in found.trials],
     }
-    report.write_json(files.report, data)
+    write_json(files.report, data)
     title = f"{target.name} + {draft.name}: {options.held_out} held-out windows"
     report.draw_recovery(files.recovery, result["recovery"], title)
     report.draw_heads(
@@ -325,5 +326,5 @@ def _write(
             for side, model in (("target", target), ("draft", draft))
         },
     )
-    report.write_json(files.profile, profile)  # last: a profile means a finished run
+    write_json(files.profile, profile)  # last: a profile means a finished run
     return files, data
