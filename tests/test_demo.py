@@ -14,6 +14,7 @@ from rich.console import Console
 
 from dustin_vllm import demo, demo_models
 from dustin_vllm.demo import DUSTIN, PLAIN, SPECULATIVE, DemoError, DemoOptions, ModeResult
+from dustin_vllm.results import ResultsError
 
 STATS = {
     "verification_rows": 4,
@@ -292,6 +293,16 @@ class TestRun:
         assert data["prompt_tokens"] == 1000
         assert data["sparse"] is True
         assert data["counters"][DUSTIN] == STATS
+
+    def test_a_full_disk_is_said(self, run, tmp_path, monkeypatch):
+        def full(path, data):
+            raise ResultsError(f"cannot write {path}: No space left on device")
+
+        monkeypatch.setattr(demo, "write_json", full)
+        code, out, err = run(json_file=tmp_path / "out.json")
+        assert code == 1
+        assert "out.json: No space left on device" in err
+        assert "lossy" in out
 
     def test_no_sparse_row_is_an_error(self, run, results, tmp_path):
         results[DUSTIN].stats = {**STATS, "sparse_rows": 0}
