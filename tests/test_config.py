@@ -118,6 +118,49 @@ def test_mla_is_refused_at_start(tmp_path, draft):
         build(mla, draft, {}, block_size=16)
 
 
+@pytest.mark.parametrize("arguments", [{"runner": "pooling"}, {"convert": "embed"}])
+def test_pooling_is_refused_at_start(target, draft, arguments):
+    with pytest.raises(ValueError, match="runs as a pooling model"):
+        build(target, draft, {}, **arguments)
+
+
+TEXT = dict(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "settings", "message"),
+    [
+        ("Qwen2Audio", "Qwen2AudioForConditionalGeneration", {"text_config": TEXT}, "multimodal"),
+        ("Jamba", "JambaForCausalLM", {**TEXT, "num_experts": 2}, "hybrid"),
+        ("Mamba", "MambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2}, "hybrid"),
+        ("Bloom", "BloomForCausalLM", {"hidden_size": 64, "n_layer": 2, "n_head": 4}, "ALiBi"),
+    ],
+)
+def test_other_kinds_of_models_are_refused_at_start(
+    tmp_path, draft, family, architecture, settings, message
+):
+    import transformers
+
+    settings = dict(settings)
+    if "text_config" in settings:
+        text = transformers.Qwen2Config(**settings["text_config"])
+        settings["text_config"] = text.to_dict()
+    if family == "Jamba":
+        settings |= {"attn_layer_period": 2, "attn_layer_offset": 1}
+    made = getattr(transformers, f"{family}Config")(**{"vocab_size": 512, **settings})
+    data = {**made.to_dict(), "architectures": [architecture], "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(data, default=str))
+    with pytest.raises(ValueError, match=f"DUSTIN: .*{message}"):
+        build(tmp_path, draft, {})
+
+
 def test_another_draft_backend_is_refused_at_start(target, draft):
     speculative = engine_args(target, draft, {})["speculative_config"]
     speculative["attention_backend"] = "CPU_ATTN"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands ``dustin bench attention`` and ``dustin bench engine``."""
+"""The commands ``dustin bench attention``, ``engine`` and ``soak``."""
 
 from __future__ import annotations
 
@@ -239,6 +239,67 @@ def engine(
         verbose=verbose,
     )
     raise typer.Exit(run_engine(options, Console(), Console(stderr=True), json_file, plot_file))
+
+
+@app.command()
+def soak(
+    model: Annotated[Path, typer.Option(help="Target: model folder, with a tokenizer.")],
+    draft: Annotated[Path, typer.Option(help="Draft: model folder.")],
+    modes: Annotated[str, typer.Option(help="Of stock, dustin.")] = "stock,dustin",
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Measure on windows of this text (UTF-8). Default: random tokens."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Of rough load, per mode.")] = 600,
+    requests: Annotated[int, typer.Option(min=1, help="Of the measured phase.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
+    shortest: Annotated[int, typer.Option(min=1, help="Shortest prompt, tokens.")] = 512,
+    longest: Annotated[int, typer.Option(min=2, help="Longest prompt, tokens.")] = 8192,
+    answer: Annotated[int, typer.Option(min=4, help="Longest answer, tokens.")] = 128,
+    gamma: Gamma = 4,
+    budget: Annotated[int, typer.Option(min=1, help="Tokens that a sparse row reads.")] = 1024,
+    dustin_json: Annotated[
+        str | None, typer.Option(metavar="JSON", help="More settings of Dustin.")
+    ] = None,
+    server_args: Annotated[
+        str,
+        typer.Option(
+            help="More arguments of the server, as '--dtype float32 --max-model-len 4096'."
+        ),
+    ] = "",
+    start_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds to wait for a server.")
+    ] = 600,
+    seed: Annotated[int, typer.Option(help="Of prompts and of what clients do.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """An OpenAI server under mixed load, aborts and bad requests: stock speculation and Dustin."""
+    import shlex
+
+    from rich.console import Console
+
+    from dustin_vllm.bench.soak import MODES, SoakOptions, run_soak
+
+    if shortest > longest:
+        raise typer.BadParameter("must not be longer than --longest", param_hint="--shortest")
+    options = SoakOptions(
+        model=model,
+        draft=draft,
+        modes=words(modes, MODES, "--modes"),
+        text=text,
+        seconds=seconds,
+        requests=requests,
+        concurrency=concurrency,
+        shortest=shortest,
+        longest=longest,
+        answer=answer,
+        gamma=gamma,
+        dustin={"budget": budget, **json_object(dustin_json, "--dustin-json")},
+        server=tuple(shlex.split(server_args)),
+        start_timeout=start_timeout,
+        seed=seed,
+    )
+    raise typer.Exit(run_soak(options, Console(), Console(stderr=True), json_file))
 
 
 if __name__ == "__main__":
