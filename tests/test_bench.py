@@ -72,8 +72,11 @@ BREAK = 99  # a value of num_splits that the stand-in gets wrong
 # Run by a fresh interpreter: Triton decides at import whether its functions are interpreted.
 ATTENTION_ON_CPU = """
 import importlib.util
+import sys
+import types
 import torch
 from dustin_vllm.bench import attention as bench
+from dustin_vllm.bench import kernels
 from dustin_vllm.bench.presets import ModelShape
 
 def attend(call, num_splits):
@@ -95,14 +98,57 @@ def attend(call, num_splits):
             call.out[0, 0] = 0
     return run
 
+# Of xformers what the benchmark uses, by what its documentation says of shapes.
+class Mask:
+    def __init__(self, queries, lens, tables, page, *, device):
+        assert len(queries) == len(lens) == len(tables) and tables.shape[1] * page >= max(lens)
+        self.queries, self.lens, self.tables, self.page = queries, lens, tables, page
+
+    from_seqlens = classmethod(lambda cls, *args, **kw: cls(*args, **kw))
+
+def get_operator(splits, *, block_n):
+    assert block_n == 16
+    return splits
+
+def forward(query, key, value, mask, *, scale, op):
+    assert query.ndim == key.ndim == value.ndim == 5 and key.shape[2:] == query.shape[2:]
+    assert key.stride(3) == value.stride(3) == 0  # one key head for a group
+    out, begin = torch.empty_like(query), 0
+    for width, length, pages in zip(mask.queries, mask.lens, mask.tables):
+        place = (pages[:, None].long() * mask.page + torch.arange(mask.page)).flatten()[:length]
+        q = query[0, begin : begin + width].float()
+        logits = torch.einsum("qghd,lghd->ghql", q, key[0, place].float()) * scale
+        last = torch.arange(width)[:, None] + length - width
+        logits = logits.masked_fill(torch.arange(length)[None] > last, float("-inf"))
+        mixed = torch.einsum("ghql,lghd->qghd", logits.softmax(-1), value[0, place].float())
+        out[0, begin : begin + width] = mixed * (0 if op == BREAK else 1)
+        begin += width
+    return out
+
+xformers, ops, fmha = (types.ModuleType(n) for n in ("xformers", "ops", "fmha"))
+xformers.ops, ops.fmha, fmha.memory_efficient_attention_forward = ops, fmha, forward
+fmha.attn_bias = types.SimpleNamespace(PagedBlockDiagonalCausalWithOffsetPaddedKeysMask=Mask)
+fmha.triton_splitk = types.SimpleNamespace(FwOp=types.SimpleNamespace(get_operator=get_operator))
+
+def install(module):
+    sys.modules["xformers"] = module
+    sys.modules["xformers.ops"] = module and ops
+    sys.modules["xformers.ops.fmha"] = module and fmha
+
 def once(record, calls, seconds, poison=None):
     poison and poison()
     record()
     return bench.Timing(10.0, 9.0, 11.0)
 
-bench.flash_attention, bench.time_graph = attend, once
-bench.SMALL_PASSES, bench.DENSE_SPLITS = 1, (0,)
-bench.KERNELS = {"flash": (attend, (1,)), "triton": (bench.triton_attention, (1, 2))}
+bench.time_graph, bench.SMALL_PASSES = once, 1
+peer = kernels.Kernel(kernels.xformers_attention, (1, 4), peer=True)
+bench.DENSE_KERNELS = {"flash": kernels.Kernel(attend, (0,)), "xformers": peer}
+bench.KERNELS = {
+    "flash": kernels.Kernel(attend, (1,)),
+    "triton": kernels.Kernel(kernels.triton_attention, (1, 2)),
+    "xformers": peer,
+}
+install(xformers)
 options = bench.AttentionOptions(
     ModelShape(4, 8, 2, 32), ModelShape(2, 4, 2, 16), (1, 2), (2, 2), 2, (2,), 210, (128,),
     sinks=4, recent=32,
@@ -115,7 +161,8 @@ result = bench.measure(batch, 1e12)
 SOUND = """
 assert not bench.refusal([result]), bench.refusal([result])
 assert set(result["errors"]) == {
-    "dense, num_splits 0", "dense one query, num_splits 0", "history scores", "lookahead scores",
+    "dense, flash, num_splits 0", "dense one query, flash, num_splits 0",
+    "history scores", "lookahead scores",
     *(
         f"sparse, {unit} 128, {kernel}"
         for unit in ("block", "token")
@@ -125,10 +172,20 @@ assert set(result["errors"]) == {
 assert [s["kv_tokens"] for s in result["sparse"]] == [
     sum(128 + n % unit + 3 for n in batch.contexts.tolist()) for unit in (16, 1)
 ]
+block, token = result["sparse"]
+for timed in (result["dense"]["peers"], result["dense_one_query"]["peers"], block["kernels"]):
+    assert set(timed["xformers"].get("by_splits", ())) == {"1", "4"}, timed
+    assert 0 < timed["xformers"]["error"] < bench.TOLERANCE
+assert 0 < block["kernels"]["triton"]["error"] <= block["error"] < bench.TOLERANCE
+assert "16 tokens or more, not 1" in token["kernels"]["xformers"]["unavailable"]
+assert {block["kernel"], token["kernel"]} <= {"flash", "triton"}
 bench.add_ratios([result])
 assert result["sparse"][0]["speedup"] == 1.0
 assert abs(result["sparse"][0]["speedup_with_scoring"] - 10 / 12.5) < 1e-9
-assert bench.make_table(options, [result]).row_count == 2
+table = bench.make_table(options, [result])
+assert table.row_count == 2
+peers = next(column for column in table.columns if column.header == "xformers")
+assert list(peers.cells) == ["10.0", "–"]
 assert len(bench.detail_lines(result)) == 4
 if importlib.util.find_spec("matplotlib"):
     bench.plot(options, [result], PLOT)
@@ -139,23 +196,47 @@ REFUSAL = """
 call = bench.dense_call(batch, 3)
 expected = bench.expected_outputs(batch, batch.caches[-1], 3, 16, None)
 wrong = {"batch": 2, "errors": {}, "overlaps": {"sparse": 0.5}}
-bench.time_attention(batch, call, attend, (1, BREAK), expected, "dense", wrong["errors"])
+broken = kernels.Kernel(attend, (1, BREAK))
+bench.time_attention(batch, call, broken, expected, "dense", wrong["errors"])
 lines = bench.refusal([result, wrong])
 assert len(lines) == 2 and f"num_splits {BREAK}" in lines[0] and "50.0%" in lines[1], lines
 call.out[1, 2, 3, 4] = torch.nan
 assert bench.output_error(batch, call.out, expected) == float("inf")
 """
 
+# What a peer cannot do or gets wrong is said, and refuses nothing; in a kernel of ours it does.
+PEERS = """
+def fail(call, num_splits):
+    raise RuntimeError("no such device")
+
+def of(make, splits=(1,), peer=True):
+    errors = {}
+    kernel = kernels.Kernel(make, splits, peer)
+    call = bench.dense_call(batch, 3)
+    timed = bench.time_attention(batch, call, kernel, expected, "dense", errors)
+    assert not errors or not peer
+    return timed
+
+assert of(fail) == {"unavailable": "RuntimeError: no such device"}
+assert "wrong output" in of(kernels.xformers_attention, (1, BREAK))["unavailable"]
+assert of(kernels.xformers_attention)["us"] == 10.0
+install(None)
+assert "ModuleNotFoundError" in of(kernels.xformers_attention)["unavailable"]
+try:
+    of(fail, peer=False)
+except RuntimeError:
+    pass
+else:
+    raise AssertionError("a failure of a kernel in use was swallowed")
+"""
+
 
 def test_attention_benchmark_checks_outputs(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     plot = tmp_path / "plot.png"
+    given = f"BREAK, PLOT = {BREAK}, {str(plot)!r}"
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"BREAK, PLOT = {BREAK}, {str(plot)!r}\n{ATTENTION_ON_CPU}\n{SOUND}\n{REFUSAL}",
-        ],
+        [sys.executable, "-c", "\n".join((given, ATTENTION_ON_CPU, SOUND, REFUSAL, PEERS))],
         capture_output=True,
         text=True,
         timeout=600,

@@ -5,15 +5,17 @@ The dense side is what stock vLLM runs: FlashAttention 3 over 16-token pages wit
 time schedule, at the better of its two settings of ``num_splits``. The sparse side is the same
 kernel, and this package's, over block tables that were scored, selected and compacted. All are
 timed as CUDA-graph replays over several layers' caches in turn, so that the L2 cache does not
-serve what HBM must serve in a model, and the outputs of those very replays are checked.
+serve what HBM must serve in a model, and the outputs of those very replays are checked. Peers
+that verification cannot run on are timed beside them, where they are installed and can.
 """
 
 from __future__ import annotations
 
 import datetime
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,15 @@ import torch
 
 from dustin_vllm import provenance, reference
 from dustin_vllm.bench.common import BenchError, pyplot
+from dustin_vllm.bench.kernels import (
+    BLOCK,
+    DENSE_KERNELS,
+    DTYPE,
+    KERNELS,
+    Call,
+    Kernel,
+    Unavailable,
+)
 from dustin_vllm.bench.presets import ModelShape, spread
 from dustin_vllm.results import ResultsError, write_json
 
@@ -28,11 +39,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-BLOCK = 16  # tokens of a KV-cache block, vLLM's default on CUDA
-DTYPE = torch.bfloat16
-DENSE_SPLITS = (0, 32)  # FA3's heuristics; vLLM's bound under full CUDA graphs
-SPARSE_SPLITS = (1, 4, 8, 32, 0)
-TRITON_SPLITS = (1, 2, 4, 8)
 TOLERANCE = 1e-2  # relative norm; bf16 operands give 2e-3 to 3e-3
 MIN_OVERLAP = 0.99  # of a selection with the reference's, up to rounding of near ties
 MIN_LAYERS, MAX_LAYERS = 4, 64
@@ -158,131 +164,7 @@ def draft_heads(options: AttentionOptions) -> tuple[int, ...]:
     return spread(options.draft_scoring[1], options.draft.heads)
 
 
-# ---- attention ----------------------------------------------------------------------------
-
-
-@dataclass
-class Call:
-    """Arguments of one attention call but for the cache: R rows of Q queries each."""
-
-    shape: ModelShape
-    queries: torch.Tensor  # [R, Q, H, D]
-    out: torch.Tensor  # [R, Q, H, D]
-    table: torch.Tensor  # [R, W] int32, pages of ``page`` tokens
-    lens: torch.Tensor  # [R] int32
-    max_len: int  # tokens, at least the largest of lens
-    page: int
-    starts: torch.Tensor = field(init=False)  # [R + 1] int32
-
-    def __post_init__(self) -> None:
-        rows, width = self.queries.shape[:2]
-        device = self.queries.device
-        self.starts = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=device)
-
-    def views(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [pages, page, Hkv, D] of a cache [blocks, BLOCK, Hkv, 2 * D].
-
-        At page 1 every cache slot is a page: nothing is copied, NHD rows are contiguous.
-        """
-        pages = cache.view(-1, self.page, *cache.shape[2:])
-        head_dim = self.shape.head_dim
-        return pages[..., :head_dim], pages[..., head_dim:]
-
-
-# Makes a function of the cache from a call and num_splits.
-Attention = Callable[[Call, int], Callable[[torch.Tensor], object]]
-
-
-def flash_attention(call: Call, num_splits: int) -> Callable[[torch.Tensor], object]:
-    """vLLM's FlashAttention 3, called as its attention backend does.
-
-    The schedule is made once and serves every layer, as in vLLM. It must come from the same
-    ``num_splits`` as the kernel's, or the output is silently wrong.
-    """
-    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
-
-    rows, width, heads, head_dim = call.queries.shape
-    queries, out = call.queries.view(-1, heads, head_dim), call.out.view(-1, heads, head_dim)
-    schedule = get_scheduler_metadata(
-        batch_size=rows,
-        max_seqlen_q=width,
-        max_seqlen_k=call.max_len,
-        num_heads_q=heads,
-        num_heads_kv=call.shape.kv_heads,
-        headdim=head_dim,
-        cache_seqlens=call.lens,
-        qkv_dtype=DTYPE,
-        cu_seqlens_q=call.starts,
-        page_size=call.page,
-        causal=True,
-        window_size=(-1, -1),
-        num_splits=num_splits,
-    )
-
-    def run(cache: torch.Tensor) -> None:
-        keys, values = call.views(cache)
-        flash_attn_varlen_func(
-            q=queries,
-            k=keys,
-            v=values,
-            out=out,
-            cu_seqlens_q=call.starts,
-            max_seqlen_q=width,
-            seqused_k=call.lens,
-            max_seqlen_k=call.max_len,
-            softmax_scale=head_dim**-0.5,
-            causal=True,
-            window_size=[-1, -1],
-            block_table=call.table,
-            softcap=0,
-            scheduler_metadata=schedule,
-            fa_version=3,
-            num_splits=num_splits,
-        )
-
-    return run
-
-
-def triton_attention(call: Call, num_splits: int) -> Callable[[torch.Tensor], object]:
-    """This package's kernel."""
-    from dustin_vllm.triton_kernels import attention_workspace, paged_attention
-
-    rows, width, heads, head_dim = call.queries.shape
-    queries, out = call.queries.view(-1, heads, head_dim), call.out.view(-1, heads, head_dim)
-    kv_heads = call.shape.kv_heads
-    workspace = attention_workspace(
-        rows,
-        kv_heads,
-        width * heads // kv_heads,
-        head_dim,
-        rows * kv_heads * num_splits,
-        queries.device,
-    )
-
-    def run(cache: torch.Tensor) -> None:
-        keys, values = call.views(cache)
-        paged_attention(
-            out,
-            queries,
-            keys,
-            values,
-            call.table,
-            call.lens,
-            call.starts,
-            width,
-            head_dim**-0.5,
-            workspace,
-            num_splits,
-        )
-
-    return run
-
-
-# What a sparse call can run on, and the numbers of splits to try.
-KERNELS: dict[str, tuple[Attention, Sequence[int]]] = {
-    "flash": (flash_attention, SPARSE_SPLITS),
-    "triton": (triton_attention, TRITON_SPLITS),
-}
+# ---- scoring, selection, compaction -------------------------------------------------------
 
 
 def dense_call(batch: Batch, num_queries: int) -> Call:
@@ -299,9 +181,6 @@ def dense_call(batch: Batch, num_queries: int) -> Call:
         longest,
         BLOCK,
     )
-
-
-# ---- scoring, selection, compaction -------------------------------------------------------
 
 
 class Scoring:
@@ -639,18 +518,21 @@ def time_graph(record: Step, calls: int, seconds: float, poison: Step | None = N
 
 
 def copy_bandwidth(seconds: float) -> float:
-    """Bytes per second of a large device-to-device copy, bytes read plus bytes written."""
+    """Bytes per second of a large device-to-device pass, bytes read plus bytes written.
+
+    By a kernel: as a copy in a graph it ran at 2.7 TB/s on an H200, slower than dense
+    attention reads there.
+    """
     source = torch.empty(1 << 29, dtype=DTYPE, device="cuda").normal_()
     target = torch.empty_like(source)
-    timing = time_graph(lambda: target.copy_(source), 1, seconds)
+    timing = time_graph(lambda: torch.neg(source, out=target), 1, seconds)
     return 2 * source.nbytes / (timing.us * 1e-6)
 
 
 def time_attention(
     batch: Batch,
     call: Call,
-    attention: Attention,
-    splits: Sequence[int],
+    kernel: Kernel,
     expected: torch.Tensor,
     name: str,
     errors: dict[str, float],
@@ -660,39 +542,79 @@ def time_attention(
     Args:
         expected: of the last cache, see ``expected_outputs``.
         name: of the call, in ``errors``.
-        errors: gets one entry per candidate.
+        errors: gets one entry per candidate, unless the kernel is a peer.
 
     Returns:
-        ``us``, ``splits`` (the best), ``by_splits``: {num_splits: Timing}.
+        ``us``, ``splits`` (the best), ``error`` (the worst), ``by_splits``: {num_splits: Timing};
+        or ``unavailable``: why a peer has no numbers.
     """
     passes = max(1, SMALL_PASSES // len(batch.caches)) if call.max_len < 8192 else 1
-    by_splits = {}
-    for num_splits in splits:
-        run = attention(call, num_splits)
+    by_splits, found = {}, {}
+    try:
+        for num_splits in kernel.splits:
+            run = kernel.make(call, num_splits)
 
-        def record(run: Callable[[torch.Tensor], object] = run) -> None:
-            for _ in range(passes):
-                for cache in batch.caches:
-                    run(cache)
+            def record(run: Callable[[torch.Tensor], object] = run) -> None:
+                for _ in range(passes):
+                    for cache in batch.caches:
+                        run(cache)
 
-        by_splits[num_splits] = time_graph(
-            record,
-            passes * len(batch.caches),
-            batch.options.seconds,
-            poison=lambda: call.out.fill_(torch.nan),
-        )
-        # What the last cache's call of the last replay left.
-        errors[f"{name}, num_splits {num_splits}"] = output_error(batch, call.out, expected)
+            by_splits[num_splits] = time_graph(
+                record,
+                passes * len(batch.caches),
+                batch.options.seconds,
+                poison=lambda: call.out.fill_(torch.nan),
+            )
+            # What the last cache's call of the last replay left.
+            found[f"{name}, num_splits {num_splits}"] = output_error(batch, call.out, expected)
+    except Exception as error:
+        if not kernel.peer:
+            raise
+        kind = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "
+        return {"unavailable": f"{kind}{error}"[:500]}
+    worst = max(found.values())
+    if not kernel.peer:
+        errors.update(found)
+    elif not worst <= TOLERANCE:
+        return {"unavailable": f"wrong output, relative error {worst:.3g}"}
     best = min(by_splits, key=lambda number: by_splits[number].us)
     return {
         "us": by_splits[best].us,
         "splits": best,
+        "error": worst,
         "by_splits": {str(number): asdict(timing) for number, timing in by_splits.items()},
     }
 
 
-def _worse(error: float) -> float:
-    return float("inf") if error != error else error
+def time_kernels(
+    batch: Batch,
+    make_call: Callable[[], Call],
+    kernels: Mapping[str, Kernel],
+    expected: torch.Tensor,
+    name: str,
+    errors: dict[str, float],
+) -> dict[str, dict[str, Any]]:
+    """``time_attention`` of each kernel, on a call of its own."""
+    return {
+        kernel: time_attention(batch, make_call(), used, expected, f"{name}, {kernel}", errors)
+        for kernel, used in kernels.items()
+    }
+
+
+def time_steps(step: Callable[[int], None], copies: int, seconds: float, passes: int = 8) -> Timing:
+    """Time of a step that works on one of several copies of the caches.
+
+    Args:
+        passes: calls in a graph, at least.
+    """
+    rounds = max(1, passes // copies)
+
+    def record() -> None:
+        for _ in range(rounds):
+            for copy in range(copies):
+                step(copy)
+
+    return time_graph(record, rounds * copies, seconds)
 
 
 # ---- the benchmark ------------------------------------------------------------------------
@@ -731,14 +653,21 @@ def measure(batch: Batch, bandwidth: float) -> dict[str, Any]:
     }
     last = batch.caches[-1]
     for name, num_queries in (("dense", gamma + 1), ("dense_one_query", 1)):
-        call = dense_call(batch, num_queries)
         expected = expected_outputs(batch, last, num_queries, BLOCK, None)
-        timed = time_attention(
-            batch, call, flash_attention, DENSE_SPLITS, expected, name.replace("_", " "), errors
+        kernels = time_kernels(
+            batch,
+            partial(dense_call, batch, num_queries),
+            DENSE_KERNELS,
+            expected,
+            name.replace("_", " "),
+            errors,
         )
-        moved = attention_bytes(target, int(call.lens.sum()), rows * num_queries)
+        tokens = int(batch.contexts.sum()) + rows * num_queries
+        moved = attention_bytes(target, tokens, rows * num_queries)
+        timed = kernels.pop("flash")
         timed["floor_us"] = moved / bandwidth * 1e6
         timed["bytes_per_second"] = moved / (timed["us"] * 1e-6)
+        timed["peers"] = kernels
         result[name] = timed
 
     scoring = Scoring(batch)
@@ -746,7 +675,7 @@ def measure(batch: Batch, bandwidth: float) -> dict[str, Any]:
     scoring.score_lookahead(0)
     errors.update({f"{name} scores": e for name, e in scoring_errors(scoring).items()})
     parts = {
-        name: _time_copies(step, scoring.copies, options.seconds)
+        name: time_steps(step, scoring.copies, options.seconds)
         for name, step in (
             ("history", scoring.score_history),
             ("lookahead", scoring.score_lookahead),
@@ -764,18 +693,6 @@ def measure(batch: Batch, bandwidth: float) -> dict[str, Any]:
     return result
 
 
-def _time_copies(step: Callable[[int], None], copies: int, seconds: float) -> Timing:
-    """Time of a step that works on one of several copies of the caches."""
-    passes = max(1, 8 // copies)
-
-    def record() -> None:
-        for _ in range(passes):
-            for copy in range(copies):
-                step(copy)
-
-    return time_graph(record, passes * copies, seconds)
-
-
 def _measure_sparse(
     selector: Selector,
     granularity: str,
@@ -790,31 +707,15 @@ def _measure_sparse(
     result["overlaps"][name] = selection_overlap(selector)
     width = options.gamma + 1
     expected = expected_outputs(batch, batch.caches[-1], width, selector.unit, selector.selection)
-    kernels = {}
-    for kernel, (attention, splits) in KERNELS.items():
-        kernels[kernel] = time_attention(
-            batch,
-            selector.call(),
-            attention,
-            splits,
-            expected,
-            f"{name}, {kernel}",
-            result["errors"],
-        )
-    best = min(kernels, key=lambda kernel: kernels[kernel]["us"])
-
-    def repeated(step: Step) -> Timing:
-        def record() -> None:
-            for _ in range(SMALL_PASSES):
-                step()
-
-        return time_graph(record, SMALL_PASSES, options.seconds)
-
+    kernels = time_kernels(batch, selector.call, KERNELS, expected, name, result["errors"])
+    usable = {kernel: timed for kernel, timed in kernels.items() if not KERNELS[kernel].peer}
+    best = min(usable, key=lambda kernel: usable[kernel]["us"])
+    seconds = options.seconds
     parts = {
         **parts,
-        "selection": repeated(selector.select),
-        "compaction": repeated(selector.compact),
-        "step": _time_copies(selector.step, selector.scoring.copies, options.seconds),
+        "selection": time_steps(lambda _: selector.select(), 1, seconds, SMALL_PASSES),
+        "compaction": time_steps(lambda _: selector.compact(), 1, seconds, SMALL_PASSES),
+        "step": time_steps(selector.step, selector.scoring.copies, seconds),
     }
     tokens = int(selector.lens.sum())
     moved = attention_bytes(options.target, tokens, batch.rows * width)
@@ -826,9 +727,7 @@ def _measure_sparse(
         "kernels": kernels,
         "kv_tokens": tokens,
         "floor_us": moved / bandwidth * 1e6,
-        "error": max(
-            (e for key, e in result["errors"].items() if key.startswith(name)), key=_worse
-        ),
+        "error": max(timed["error"] for timed in usable.values()),
         "scoring": {part: asdict(timing) for part, timing in parts.items()},
         "scoring_us_per_layer": parts["step"].us / options.target.layers,
     }
@@ -891,15 +790,19 @@ def make_table(options: AttentionOptions, results: Sequence[dict[str, Any]]) -> 
         table.add_column(title, justify="right")
     for title in ("floor", "gain", "scoring/step", "per layer", "gain with scoring", "error"):
         table.add_column(title, justify="right")
+
+    def us(timed: dict[str, Any]) -> str:
+        return f"{timed['us']:.1f}" if "us" in timed else "–"
+
     for result in results:
         for sparse in result["sparse"]:
             table.add_row(
                 str(result["batch"]),
                 sparse["granularity"],
                 str(sparse["budget"]),
-                f"{result['dense']['us']:.1f}",
-                f"{result['dense_one_query']['us']:.1f}",
-                *(f"{sparse['kernels'][kernel]['us']:.1f}" for kernel in KERNELS),
+                us(result["dense"]),
+                us(result["dense_one_query"]),
+                *(us(sparse["kernels"][kernel]) for kernel in KERNELS),
                 f"{sparse['floor_us']:.1f}",
                 f"{sparse['speedup']:.1f}x",
                 f"{sparse['scoring']['step']['us']:.1f}",
@@ -914,10 +817,15 @@ def detail_lines(result: dict[str, Any]) -> list[str]:
     """Every candidate of ``num_splits``, and the parts of scoring, of one batch size."""
 
     def candidates(timed: dict[str, Any]) -> str:
+        if "unavailable" in timed:
+            return timed["unavailable"]
         return ", ".join(
             f"{number}: {timing['us']:.1f}{'*' if int(number) == timed['splits'] else ''}"
             for number, timing in timed["by_splits"].items()
         )
+
+    def by_kernel(kernels: dict[str, dict[str, Any]]) -> str:
+        return "; ".join(f"{kernel} {candidates(timed)}" for kernel, timed in kernels.items())
 
     dense = result["dense"]
     lines = [
@@ -925,16 +833,13 @@ def detail_lines(result: dict[str, Any]) -> list[str]:
         "* best",
         f"  dense {candidates(dense)} (floor {dense['floor_us']:.1f}, "
         f"{dense['bytes_per_second'] / 1e12:.2f} TB/s); "
-        f"one query {candidates(result['dense_one_query'])}",
+        f"one query {candidates(result['dense_one_query'])}; {by_kernel(dense['peers'])}",
     ]
     for sparse in result["sparse"]:
-        by_kernel = "; ".join(
-            f"{kernel} {candidates(timed)}" for kernel, timed in sparse["kernels"].items()
-        )
         parts = ", ".join(f"{name} {part['us']:.1f}" for name, part in sparse["scoring"].items())
         lines.append(
-            f"  {sparse['granularity']} {sparse['budget']}: {by_kernel}; {parts} "
-            f"(scoring floor {result['scoring_floor_us']:.1f})"
+            f"  {sparse['granularity']} {sparse['budget']}: {by_kernel(sparse['kernels'])}; "
+            f"{parts} (scoring floor {result['scoring_floor_us']:.1f})"
         )
     return lines
 
