@@ -19,6 +19,8 @@ import torch
 
 from dustin_vllm import reference
 from dustin_vllm import triton_kernels as kernels
+from dustin_vllm.bench.kernels import Call, triton_attention, xformers_attention
+from dustin_vllm.bench.presets import ModelShape
 
 CUDA = torch.cuda.is_available()  # else conftest.py has turned the interpreter on
 DEVICE = "cuda" if CUDA else "cpu"
@@ -687,6 +689,34 @@ def test_attention_of_long_ragged_batches(rows, num_splits) -> None:
     lens = [random.randint(5, 40000 // max(1, rows // 4)) for _ in range(rows)]
     new = [random.randint(1, 5) for _ in range(rows)]
     check_attention(lens, new, torch.bfloat16, 128, 8, 8, 16, num_splits)
+
+
+@pytest.mark.skipif(not CUDA, reason="xformers runs on a GPU only")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "queries"),
+    [(64, 8, 128, 5), (28, 4, 128, 5), (14, 2, 64, 1), (14, 2, 64, 6)],
+)
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_attention_agrees_with_xformers(heads, kv_heads, head_dim, queries, num_splits) -> None:
+    """A second oracle, which shares no code with the reference."""
+    pytest.importorskip("xformers")
+    lens = [533, queries, 1040, 64]
+    blocks = [-(-length // 16) for length in lens]
+    table = torch.zeros(len(lens), max(blocks) + 3, dtype=torch.int32)
+    order = torch.randperm(sum(blocks)) + 1
+    for row, count in enumerate(blocks):
+        table[row, :count] = order[sum(blocks[:row]) :][:count]
+    # Finite throughout: xformers multiplies what lies behind a sequence by a weight of 0.
+    cache = torch.randn(sum(blocks) + 1, 16, kv_heads, 2 * head_dim, dtype=torch.bfloat16)
+    shape = ModelShape(1, heads, kv_heads, head_dim)
+    asked = torch.randn(len(lens), queries, heads, head_dim, dtype=torch.bfloat16)
+    outs = []
+    for attention in (triton_attention, xformers_attention):
+        out = torch.full_like(asked, torch.nan)
+        call = Call(shape, asked, out, table, int32(lens), max(lens), 16)
+        attention(call, num_splits)(cache)
+        outs.append(call.out.float())
+    assert relative_error(*outs) < 6e-3
 
 
 def test_attention_refuses_what_does_not_fit() -> None:
