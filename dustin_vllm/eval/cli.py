@@ -87,6 +87,7 @@ def evaluate(
         from dustin_vllm.eval.run import Options
         from dustin_vllm.eval.run import evaluate as run
         from dustin_vllm.eval.tasks import EvalError
+        from dustin_vllm.results import ResultsError
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers", "safetensors"):
             raise
@@ -118,7 +119,7 @@ def evaluate(
     errors = Console(stderr=True)
     try:
         data = run(options, json_file, resume, lambda line: errors.print(line, markup=False))
-    except (EvalError, ConfigError) as error:
+    except (EvalError, ConfigError, ResultsError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     console = Console()

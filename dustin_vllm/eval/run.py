@@ -19,10 +19,10 @@ from typing import Any
 
 from dustin_vllm import provenance
 from dustin_vllm.bench.common import package_environment
-from dustin_vllm.calibrate.report import write_json
 from dustin_vllm.eval import report
 from dustin_vllm.eval.engine import CPU_BLOCK, DENSE, Configuration, Job
 from dustin_vllm.eval.tasks import FREE, TASKS, EvalError, Maker, Sample, score
+from dustin_vllm.results import ResultsError, read_json, write_json
 
 LOG_LINES = 40
 GRACE = 60  # seconds after the deadline in which a configuration may still end
@@ -377,7 +377,7 @@ def evaluate(
     wanted = configurations(options)
     data = _start(options, samples, key)
     if resume and json_file is not None and json_file.is_file():
-        before = json.loads(json_file.read_text(encoding="utf-8"))
+        before = read_json(json_file)
         if before.get("key") != key:
             raise EvalError(f"{json_file} is of other samples, models or settings; leave --resume")
         for name in ("engines", "configurations"):
@@ -419,7 +419,11 @@ def evaluate(
             tell(f"{name}: {result['seconds']:.0f} s")
         report.summarise(data)
         if json_file is not None:
-            write_json(json_file, data)
+            try:
+                write_json(json_file, data)
+            except ResultsError as error:  # what was measured is still shown at the end
+                data["failures"].append(str(error))
+                tell(f"Error: {error}")
     return data
 
 
