@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from dustin_vllm import config, runtime_cuda
+from dustin_vllm.selection import share_by_depth
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -86,7 +87,7 @@ class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
         """Note what the layers have to know."""
         metadata.dustin_compacted = _is_compacted(common)
         metadata.dustin_triton = runtime is not None and runtime.use_triton(common)
-        return metadata
+        return share_by_depth(metadata, common)
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
@@ -115,6 +116,7 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
 
     capture: QueryBuffer | None = None  # set on scoring layers, see runtime.attach
     workspace: AttentionWorkspace | None = None  # of our kernel, see CudaRuntime
+    deep = False  # set on layers with a selection of their own, see runtime.attach
     token_pages = False  # whether compacted tables address single tokens
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -138,6 +140,8 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
         **kwargs: Any,
     ) -> torch.Tensor:
         if attn_metadata is not None:
+            if self.deep:
+                attn_metadata = attn_metadata.dustin_deep
             if self.capture is not None:
                 self.capture.take(self, query)
             if self.token_pages and attn_metadata.dustin_compacted:

@@ -60,8 +60,10 @@ class DustinConfig(BaseModel):
     )
     sinks: int = Field(4, ge=0, description="First tokens that every row reads.")
     recent: int = Field(64, ge=0, description="Last context tokens that every row reads.")
-    merge: Literal["fill", "weighted"] = Field(
-        "fill", description="How lookahead and history scores make one selection."
+    merge: Literal["fill", "weighted", "split"] = Field(
+        "fill",
+        description="How lookahead and history scores select. split: lookahead for the first "
+        "half of the target's layers, history for the deeper half.",
     )
     lookahead: int | None = Field(
         None,
@@ -362,6 +364,7 @@ class Settings:
     target_heads: HeadSet
     draft_heads: HeadSet
     draft_replicated: bool = False  # every tensor-parallel rank runs the whole draft
+    deep: LayerGroup | None = None  # split: the deeper half of the target's layers
 
     @property
     def publishes_prompts_only(self) -> bool:
@@ -371,8 +374,8 @@ class Settings:
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         """Every group that needs a selection of its own."""
-        both = (self.target,) if self.draft is None else (self.target, self.draft)
-        return tuple(dict.fromkeys(both))
+        named = (self.target, self.draft, self.deep)
+        return tuple(dict.fromkeys(group for group in named if group is not None))
 
 
 def default_layers(num_layers: int) -> list[int]:
@@ -590,6 +593,9 @@ def settings_of(
         config = config.model_copy(update={"merge": "fill"})
         first = 0 if config.policy == "history" else target_group.budget_units
         target_group = replace(target_group, lookahead_units=first)
+    split = config.merge == "split"
+    if split:
+        target_group = replace(target_group, lookahead_units=target_group.budget_units)
     heads = [
         _resolve_heads(wanted, name, shape.layers, shape.heads)
         for wanted, name, shape in (
@@ -605,6 +611,7 @@ def settings_of(
         dilation_tokens=gamma + 1 if config.dilate_history else 0,
         target=target_group,
         draft=_draft_group(config, unit, target_group),
+        deep=replace(target_group, name="deep", lookahead_units=0) if split else None,
         target_heads=heads[0],
         draft_heads=heads[1],
         draft_replicated=draft_replicated,

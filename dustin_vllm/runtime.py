@@ -150,7 +150,10 @@ class DustinRuntime(ABC):
             raise config.ConfigError(
                 "settings are captured in draft graphs; start with draft_graphs=false"
             )
-        self.settings = config.resolve(self.runner.vllm_config, changes)
+        settings = config.resolve(self.runner.vllm_config, changes)
+        if (settings.deep is None) != (self.settings.deep is None):
+            raise config.ConfigError("dustin.merge='split' is fixed when the engine starts")
+        self.settings = settings
         self.scores = SequenceScores(
             2 * self.runner.scheduler_config.max_num_seqs, self.settings.groups, self.runner.device
         )
@@ -459,6 +462,10 @@ def attach(runner: Any) -> None:
     drafter.runtime = runtime
     drafter.draft_attn_groups[0].get_metadata_builder().draft_runtime = runtime
     builder.runtime = runtime
+    for index, layer in target_layers.items():
+        # Read by the backends: which of the two tables the layer reads, see
+        # selection.share_by_depth.
+        layer.impl.deep = settings.deep is not None and index >= len(target_layers) // 2
     for group in groups:
         if group is not target_groups[0]:
             group.get_metadata_builder().draft_only = True

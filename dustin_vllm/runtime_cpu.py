@@ -177,7 +177,11 @@ class CpuRuntime(DustinRuntime):
         if not sparse:
             return metadata
         self._verified_steps += 1
-        return self._compact(metadata, sparse, self.settings.target)
+        planned = self._compact(metadata, sparse, self.settings.target)
+        if self.settings.deep is not None:
+            deep = self._compact(metadata, sparse, self.settings.deep)
+            planned.dustin_deep_table = deep.block_table_tensor
+        return planned
 
     def _compact(self, metadata: Any, sparse: list[int], group: LayerGroup) -> Any:
         """A copy of the metadata in which the rows ``sparse`` read the group's selections."""

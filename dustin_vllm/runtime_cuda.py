@@ -441,7 +441,11 @@ class CudaRuntime(DustinRuntime):
         buffers.verified[:num_reqs].copy_(contexts)
         if not settings.config.sparse_verification:
             return metadata
-        return self._compact(metadata, num_reqs, settings.target, contexts, VERIFY_SPARSELY)
+        planned = self._compact(metadata, num_reqs, settings.target, contexts, VERIFY_SPARSELY)
+        if settings.deep is not None:
+            deep = self._compact(metadata, num_reqs, settings.deep, contexts, VERIFY_SPARSELY)
+            planned.dustin_deep_table = deep.block_table_tensor
+        return planned
 
     def _compact(
         self, metadata: Any, num_reqs: int, group: LayerGroup, contexts: torch.Tensor, flag: int
@@ -664,7 +668,7 @@ class CudaRuntime(DustinRuntime):
                 settings.config.sinks,
                 settings.config.recent,
                 settings.dilation_tokens,
-                settings.config.merge,
+                "weighted" if settings.config.merge == "weighted" else "fill",
                 group.lookahead_units,
                 settings.config.lookahead_weight,
             )
@@ -715,11 +719,15 @@ class CudaRuntime(DustinRuntime):
 
     def _resize(self) -> None:
         buffers, settings = self.buffers, self.settings
-        target = buffers.groups[settings.target.name]  # its tables are captured in target graphs
+        # The tables are captured in target graphs.
+        target = buffers.groups[settings.target.name]
         sizes = (buffers.max_rows, buffers.history.shape[1], self.runner.device)
         buffers.settings = settings
         buffers.groups = {
-            group.name: replace(target, **_selection_buffers(settings, group, *sizes))
+            group.name: replace(
+                buffers.groups.get(group.name, target),
+                **_selection_buffers(settings, group, *sizes),
+            )
             for group in settings.groups
         }
 

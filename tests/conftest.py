@@ -243,20 +243,23 @@ def run_python(code: str, **env: str) -> str:
     return done.stdout
 
 
-def reference_selection(lookahead: Any, history: Any, context: int, settings: Any) -> list[int]:
-    """``reference.select_units`` with the parameters of resolved settings."""
+def reference_selection(
+    lookahead: Any, history: Any, context: int, settings: Any, group: Any = None
+) -> list[int]:
+    """``reference.select_units`` with the parameters of resolved settings, for a layer group."""
     from dustin_vllm import reference
 
+    group = group or settings.target
     return reference.select_units(
         lookahead.tolist(),
         history.tolist(),
         context,
         settings.unit,
-        settings.target.budget_units,
+        group.budget_units,
         settings.config.sinks,
         settings.config.recent,
-        settings.config.merge,
-        settings.target.lookahead_units,
+        "weighted" if settings.config.merge == "weighted" else "fill",
+        group.lookahead_units,
         settings.config.lookahead_weight,
     )
 

@@ -26,7 +26,7 @@ def build(target, draft, dustin, **kw):
         ({"bugdet": 512}, "additional_config.dustin.bugdet is not a setting.*'budget'"),
         ({"budget": -1}, "additional_config.dustin.budget=-1.*greater than or equal to 1"),
         ({"budget": "many"}, "budget='many'"),
-        ({"merge": "mix"}, "merge='mix'.*'fill' or 'weighted'"),
+        ({"merge": "mix"}, "merge='mix'.*'weighted' or 'split'"),
         ({"lookahead_weight": 1.5}, "lookahead_weight=1.5"),
         ({"budget": 16}, "dustin.budget=16 is less than one unit of 32.*32 or more"),
         ({"budget": 64}, "budget=64.*cannot hold sinks=4 and recent=64.*96 or more"),

@@ -51,6 +51,7 @@ class Spy:
         self.selections = 0
         self.outputs_checked = 0
         self.draft_rows = 0
+        self.groups_differ = False
         self.draft_tokens_read = 0
         self._full: Any = None
         self._draft_full: Any = None
@@ -96,9 +97,11 @@ class Spy:
         def finish_scoring(runtime):
             expected = spy.expected_selections(runtime)
             finish(runtime)
-            for slot, units in expected:
+            for slot, by_group in expected:
                 assert slot.published == slot.seen
-                assert runtime.scores.selections["target"][slot.index].tolist() == units
+                spy.groups_differ |= len({tuple(units) for units in by_group.values()}) > 1
+                for name, units in by_group.items():
+                    assert runtime.scores.selections[name][slot.index].tolist() == units
                 spy.selections += 1
 
         monkeypatch.setattr(CpuRuntime, "plan_verification", plan_verification)
@@ -111,6 +114,9 @@ class Spy:
     def look(self, kw: dict[str, Any], first_layer: bool) -> None:
         """Check what the kernel was handed, and what it computed, row by row."""
         table, lens, starts = kw["block_table"], kw["seq_lens"], kw["query_start_loc"]
+        layer = int(self._layer.layer_name.split(".layers.")[1].split(".")[0])
+        is_deep = self._runtime.settings.deep is not None and layer >= 2  # of 4
+        group = "deep" if is_deep else "target"
         for i, row in enumerate(self._runtime.rows):
             full_table = self._full.block_table_tensor[i]
             if row.dense is not None:
@@ -118,7 +124,7 @@ class Spy:
                 used = -(-row.seq_len // 32)
                 assert torch.equal(table[i, :used], full_table[:used])
             else:
-                chosen = self._runtime.scores.selections["target"][row.slot.index].tolist()
+                chosen = self._runtime.scores.selections[group][row.slot.index].tolist()
                 entries, length = reference.compact_row(
                     full_table.tolist(), chosen, row.context, row.seq_len, 32, 32
                 )
@@ -184,9 +190,9 @@ class Spy:
             wanted = total / heads
             assert (runtime._history[i, :context] - wanted).norm() < 1e-5 * wanted.norm()
 
-    def expected_selections(self, runtime: Any) -> list[tuple[Any, list[int]]]:
+    def expected_selections(self, runtime: Any) -> list[tuple[Any, dict[str, list[int]]]]:
         """What the reference would publish, from the same captured queries and caches."""
-        expected: list[tuple[Any, list[int]]] = []
+        expected: list[tuple[Any, dict[str, list[int]]]] = []
         if runtime._history is None:
             return expected
         s = runtime.settings
@@ -204,7 +210,11 @@ class Spy:
                 heads += queries.shape[1]
             lookahead = reference.unit_scores(total / heads, context, s.unit)
             history = reference.unit_scores(runtime._history[i], context, s.unit, GAMMA + 1)
-            units = reference_selection(lookahead, history, context, s)
+            units = {
+                group.name: reference_selection(lookahead, history, context, s, group)
+                for group in s.groups
+                if group is not s.draft or group is s.target
+            }
             expected.append((runtime.rows[row].slot, units))
         return expected
 
@@ -234,10 +244,16 @@ def test_self_draft_accepts_everything(make_llm, target):
     assert accepted == drafted == len(PROMPTS) * 6 * GAMMA
 
 
-def test_sparse_rows_read_the_selection_only(make_llm, target, draft, spy):
+@pytest.mark.parametrize("merge", ["fill", "split"])
+def test_sparse_rows_read_the_selection_only(make_llm, target, draft, spy, merge):
     """Tables, lengths, outputs and selections all equal the reference; counters equal the spy."""
-    llm = make_llm(target, draft, {**SPARSE, "sample_recovery_every": 1})
+    llm = make_llm(target, draft, {**SPARSE, "merge": merge, "sample_recovery_every": 1})
     generate(llm, PROMPTS)
+    assert spy.groups_differ == (merge == "split")
+    if merge == "split":
+        settings = runtime_of(llm).settings
+        units = settings.target.budget_units
+        assert (settings.target.lookahead_units, settings.deep.lookahead_units) == (units, 0)
     stats = runtime_of(llm).stats()
     assert stats["sparse_rows"] == spy.sparse_rows > 20
     assert stats["kv_tokens_read"] == spy.kv_tokens_read < stats["kv_tokens_full"]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dustin_vllm import reference, runtime, runtime_cuda
+from dustin_vllm import reference, runtime, runtime_cuda, selection
 from dustin_vllm.config import DustinConfig, HeadSet, LayerGroup, Settings
 from dustin_vllm.runtime_cuda import CudaRuntime, QueryBuffer, block_pages, token_pages
 from dustin_vllm.state import DenseReason
@@ -98,10 +98,15 @@ class FakeEngine:
     """Runs CudaRuntime's steps with random queries, keys and acceptance."""
 
     def __init__(
-        self, monkeypatch, unit: int, draft_units: int | None, kernel: str = "flash"
+        self,
+        monkeypatch,
+        unit: int,
+        draft_units: int | None,
+        kernel: str = "flash",
+        split: bool = False,
     ) -> None:
         budget = 96 // unit
-        target = LayerGroup("target", budget, budget // 2)
+        target = LayerGroup("target", budget, budget if split else budget // 2)
         draft = None
         if draft_units is not None:
             draft = LayerGroup("draft", draft_units, draft_units // 3)
@@ -113,6 +118,7 @@ class FakeEngine:
             dilation_tokens=GAMMA + 1,
             target=target,
             draft=draft,
+            deep=LayerGroup("deep", budget, 0) if split else None,
             target_heads=HeadSet(((0, (1,)), (1, (0, 1, 2, 3)))),
             draft_heads=HeadSet(((0, (0, 3)),)),
         )
@@ -256,11 +262,11 @@ class FakeEngine:
             assert metadata.block_table_tensor[i, : len(entries)].tolist() == entries
 
 
-@pytest.mark.parametrize("draft_units", [None, 48])
+@pytest.mark.parametrize(("draft_units", "split"), [(None, False), (48, False), (None, True)])
 @pytest.mark.parametrize("unit", [1, 16])
-def test_steps_of_the_cuda_runtime_equal_the_reference(monkeypatch, unit, draft_units):
+def test_steps_of_the_cuda_runtime_equal_the_reference(monkeypatch, unit, draft_units, split):
     units = None if draft_units is None else draft_units // unit
-    engine = FakeEngine(monkeypatch, unit, units)
+    engine = FakeEngine(monkeypatch, unit, units, split=split)
     runtime, settings = engine.runtime, engine.settings
     names = ["a", "b", "c"]
     engine.runner.input_batch.req_ids = names
@@ -289,6 +295,14 @@ def test_steps_of_the_cuda_runtime_equal_the_reference(monkeypatch, unit, draft_
     assert stats["sparse_rows"] == 2
     if settings.draft is None:
         engine.check_compacted(planned, full, contexts, settings.target, sparse)
+        if split:
+            built = SimpleNamespace(block_table=planned.block_table_tensor)
+            deep = selection.share_by_depth(built, planned).dustin_deep.block_table
+            assert built.block_table is planned.block_table_tensor
+            assert not torch.equal(deep, planned.block_table_tensor)
+            lens = planned.seq_lens
+            of_deep = SimpleNamespace(block_table_tensor=deep, seq_lens=lens)
+            engine.check_compacted(of_deep, full, contexts, settings.deep, sparse)
         assert all(m.block_table_tensor is engine.table or m is not planned for m in drafted)
     else:
         assert stats["draft_kv_tokens_read"] < stats["draft_kv_tokens_full"]
