@@ -21,6 +21,7 @@ from dustin_vllm import reference
 from dustin_vllm import triton_kernels as kernels
 from dustin_vllm.bench.kernels import Call, triton_attention, xformers_attention
 from dustin_vllm.bench.presets import ModelShape
+from dustin_vllm.triton_kernels import attention
 
 CUDA = torch.cuda.is_available()  # else conftest.py has turned the interpreter on
 DEVICE = "cuda" if CUDA else "cpu"
@@ -691,6 +692,34 @@ def test_attention_of_long_ragged_batches(rows, num_splits) -> None:
     check_attention(lens, new, torch.bfloat16, 128, 8, 8, 16, num_splits)
 
 
+@pytest.mark.parametrize("tuning", attention.TUNINGS, ids=str)
+def test_attention_under_every_tuning(tuning, monkeypatch) -> None:
+    keys = []
+    monkeypatch.setattr(attention, "_device_tuning", lambda *key: keys.append(key[:3]) or tuning)
+    check_attention(LENS, (5, 1, 5, 0, 3, 2), torch.float16, 64, 2, 7, 16, 2)
+    assert set(keys) == {(5 * 7, 64, 2)}
+
+
+@pytest.mark.parametrize(
+    ("query_rows", "head_dim", "itemsize", "shared_memory", "tile", "stages"),
+    [
+        (40, 128, 2, 232448, 64, 5),  # Hopper
+        (128, 128, 2, 232448, 64, 5),
+        (40, 256, 2, 232448, 64, 5),
+        (1, 256, 4, 232448, 32, 5),  # 64 tokens would take 283712 bytes
+        (40, 128, 2, 166912, 64, 5),  # compute capability 8.0
+        (40, 128, 2, 101376, 32, 5),  # 8.6 and 8.9
+        (7, 64, 2, 101376, 64, 5),
+        (40, 256, 2, 65536, 16, 3),  # 7.5: nothing is known to fit, the smallest may
+    ],
+)
+def test_tuning_fits_the_device(
+    query_rows, head_dim, itemsize, shared_memory, tile, stages
+) -> None:
+    tuning = attention.default_tuning(query_rows, head_dim, itemsize, shared_memory)
+    assert (tuning.tile, tuning.stages) == (tile, stages)
+
+
 @pytest.mark.skipif(not CUDA, reason="xformers runs on a GPU only")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "queries"),
@@ -711,10 +740,10 @@ def test_attention_agrees_with_xformers(heads, kv_heads, head_dim, queries, num_
     shape = ModelShape(1, heads, kv_heads, head_dim)
     asked = torch.randn(len(lens), queries, heads, head_dim, dtype=torch.bfloat16)
     outs = []
-    for attention in (triton_attention, xformers_attention):
+    for make in (triton_attention, xformers_attention):
         out = torch.full_like(asked, torch.nan)
         call = Call(shape, asked, out, table, int32(lens), max(lens), 16)
-        attention(call, num_splits)(cache)
+        make(call, num_splits)(cache)
         outs.append(call.out.float())
     assert relative_error(*outs) < 6e-3
 

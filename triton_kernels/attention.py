@@ -13,6 +13,7 @@ combines the parts, in the same launch.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -224,8 +225,44 @@ def _block_d(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-# What measured best on an H200, of 32 to 128 tokens, 4 or 8 warps, 3 or 5 stages.
-DEFAULT_TUNING = Tuning(tile=64, warps=4, stages=5)
+# First what measured best on an H200, of 32 to 128 tokens, 4 or 8 warps, 3 or 5 stages; the
+# others are for heads, dtypes or devices with too little shared memory for it.
+TUNINGS = (
+    Tuning(tile=64, warps=4, stages=5),
+    Tuning(tile=32, warps=4, stages=5),
+    Tuning(tile=32, warps=4, stages=3),
+    Tuning(tile=16, warps=4, stages=3),
+)
+
+
+def shared_memory_bound(tuning: Tuning, query_rows: int, head_dim: int, itemsize: int) -> int:
+    """Bytes of shared memory that a program takes at most.
+
+    Held against what Triton 3.6 allocates for sm_80 and sm_90: keys and values wait in half the
+    stages, as their addresses come a stage earlier; queries stay; the output passes through.
+    """
+    block_m, block_d = _block_m(query_rows), _block_d(head_dim)
+    buffers = max(1, (tuning.stages - 1) // 2)
+    copies = buffers * 2 * tuning.tile * block_d * itemsize
+    return copies + block_m * block_d * (itemsize + 4) + 2048
+
+
+def default_tuning(query_rows: int, head_dim: int, itemsize: int, shared_memory: int) -> Tuning:
+    """The first of ``TUNINGS`` that fits into ``shared_memory`` bytes, or else the last."""
+    for tuning in TUNINGS[:-1]:
+        if shared_memory_bound(tuning, query_rows, head_dim, itemsize) <= shared_memory:
+            return tuning
+    return TUNINGS[-1]
+
+
+@functools.cache
+def _device_tuning(query_rows: int, head_dim: int, itemsize: int, device: torch.device) -> Tuning:
+    if device.type != "cuda":
+        return TUNINGS[0]
+    # What Triton itself holds a program's allocation against.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return default_tuning(query_rows, head_dim, itemsize, properties["max_shared_mem"])
 
 
 def paged_attention(
@@ -240,7 +277,7 @@ def paged_attention(
     scale: float,
     workspace: AttentionWorkspace,
     num_splits: int = 1,
-    tuning: Tuning = DEFAULT_TUNING,
+    tuning: Tuning | None = None,
 ) -> torch.Tensor:
     """Causal attention of each sequence's last tokens over its pages. One launch.
 
@@ -259,6 +296,7 @@ def paged_attention(
         max_queries: no row has more.
         scale: softmax scale, normally D ** -0.5.
         num_splits: programs per sequence and key head; cut to what the workspace holds.
+        tuning: None: ``default_tuning`` for this device.
 
     Returns:
         ``out``.
@@ -302,6 +340,10 @@ def paged_attention(
     if pairs > len(workspace.arrived):
         raise ValueError(f"{rows} rows exceed the workspace's")
     num_splits = max(1, min(num_splits, workspace.max_parts // max(1, pairs)))
+    if tuning is None:
+        tuning = _device_tuning(
+            max_queries * group, head_dim, queries.element_size(), queries.device
+        )
     page_stride, token_stride, head_stride, _ = key_cache.stride()
     _attention_kernel[(num_splits, num_kv_heads, rows)](
         out,
