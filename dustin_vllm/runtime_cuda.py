@@ -41,6 +41,7 @@ GRAPH_SPLITS = 32  # vLLM's upper bound on FlashAttention's KV splits under CUDA
 SCORE_SCRATCH_BYTES = 96 << 20
 MAX_SPLITS = 8  # of our kernel
 ACCEPTANCE_EVERY = 8  # steps; see CudaRuntime._count_verified
+FULL = 0.8  # pairs of row and key head per multiprocessor, from which splitting does not pay
 ATTENTION_PARTS = 1024  # programs of our kernel that may hold a part of a row at once
 # Rows of Buffers.row_info: flags, and the slot in SequenceScores.
 VERIFY_SPARSELY, SLOT, NEEDS_SELECTION, DRAFT_SPARSELY = range(4)
@@ -317,8 +318,14 @@ def attend(impl: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
 
 
 def _splits(pairs: int, device: torch.device) -> int:
-    """Programs per sequence and key head: two for every multiprocessor in all."""
+    """Programs per sequence and key head: two for every multiprocessor in all.
+
+    One where pairs about fill the device: combining parts took longer on an H200 (batch 16, 8
+    key heads) than a second program per multiprocessor gained.
+    """
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    if pairs >= FULL * multiprocessors:
+        return 1
     return max(1, min(MAX_SPLITS, 2 * multiprocessors // pairs))
 
 
@@ -384,7 +391,7 @@ class CudaRuntime(DustinRuntime):
         if not self.settings.config.sparse_verification:
             return GRAPH_SPLITS
         device = torch.cuda.get_device_properties(self.runner.device)
-        full = num_reqs * self._kv_heads >= 0.8 * device.multi_processor_count
+        full = num_reqs * self._kv_heads >= FULL * device.multi_processor_count
         return 1 if full else GRAPH_SPLITS
 
     def draft_splits(self) -> int:

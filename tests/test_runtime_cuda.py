@@ -356,6 +356,15 @@ def test_our_kernel_attends_to_the_selection_and_the_tail(monkeypatch, unit):
     assert out[5:].isnan().all()
 
 
+@pytest.mark.parametrize(
+    ("pairs", "splits"), [(1, 8), (32, 8), (64, 4), (105, 2), (106, 1), (128, 1), (512, 1)]
+)
+def test_rows_are_split_only_where_they_leave_multiprocessors_idle(monkeypatch, pairs, splits):
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert runtime_cuda._splits(pairs, torch.device("cuda")) == splits
+
+
 def test_without_flash_attention_3_our_kernel_serves_blocks_only(monkeypatch):
     engine = FakeEngine(monkeypatch, 16, None, "auto")
     assert not runtime_cuda.uses_triton(engine.settings)
