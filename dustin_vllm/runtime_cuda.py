@@ -24,12 +24,15 @@ from dustin_vllm.state import LoopReason, Mode
 from dustin_vllm.triton_kernels import (
     MAX_QUERY_ROWS,
     AttentionWorkspace,
+    ScoringPlan,
+    ScoringWorkspace,
     attention_workspace,
     compact,
     gather_queries,
     merge_and_select,
     paged_attention,
     scoring_plan,
+    scoring_size,
     select_workspace,
     token_scores,
     token_scores_workspace,
@@ -135,6 +138,7 @@ class Buffers:
     groups: dict[str, GroupBuffers]
     draft_inputs: DraftInputs
     attention: dict[str, AttentionWorkspace]  # by model; of the Triton kernel, if it is used
+    scoring: dict[str, ScoringWorkspace]  # by what is scored, where this rank has scoring heads
     recovery: torch.Tensor  # [2] fp32: sum, samples
     rejected: torch.Tensor  # [2] int64: draft tokens of dense and of sparse rows
 
@@ -142,7 +146,7 @@ class Buffers:
         """Device memory of all buffers."""
         holders = [self, self.draft_inputs, *self.groups.values()]
         holders += [group.select for group in self.groups.values()]
-        holders += self.attention.values()
+        holders += [*self.attention.values(), *self.scoring.values()]
         tensors = [v for h in holders for v in vars(h).values() if isinstance(v, torch.Tensor)]
         for query_buffer in (self.target_queries, self.draft_queries):
             tensors += [query_buffer.queries, query_buffer.rows]
@@ -213,11 +217,38 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
         attention=_attention_workspaces(vllm_config, settings, rows, device),
         recovery=zeros(2, dtype=torch.float32),
         rejected=zeros(2, dtype=torch.int64),
+        scoring={},
     )
+    buffers.scoring = _scoring_workspaces(vllm_config, buffers, device)
     # The previous engine of this process, if any, is gone or has its own reference.
     _reserved.clear()
     _reserved[key] = (speculative, buffers)
     return buffers
+
+
+def _scoring_workspaces(
+    vllm_config: Any, buffers: Buffers, device: torch.device
+) -> dict[str, ScoringWorkspace]:
+    """Scratch of scoring: history, lookahead and, if it is sampled, recovery."""
+    settings, speculative = buffers.settings, vllm_config.speculative_config
+    gamma, room = settings.gamma, SCORE_SCRATCH_BYTES
+    target = (buffers.target_queries, vllm_config.model_config, vllm_config.parallel_config)
+    draft = (
+        *(buffers.draft_queries, speculative.draft_model_config),
+        speculative.draft_parallel_config,
+    )
+    wanted = {"target": (*target, 1, room), "draft": (*draft, gamma, room)}
+    if settings.config.sample_recovery_every:
+        wanted["recovery"] = (*target, gamma + 1, room // 4)
+    made = {}
+    for name, (queries, model, parallel, num_queries, max_bytes) in wanted.items():
+        if queries.heads.num_heads:
+            heads = model.get_num_attention_heads(parallel)
+            group = heads // model.get_num_kv_heads(parallel)
+            size = scoring_size([heads for _, heads in queries.heads.layers], group, model.dtype)
+            rows, context = buffers.history.shape
+            made[name] = token_scores_workspace(size, num_queries, rows, context, device, max_bytes)
+    return made
 
 
 def _selection_buffers(
@@ -353,8 +384,8 @@ class CudaRuntime(DustinRuntime):
                 layer.impl.workspace = self.buffers.attention.get(name)
         self._places = torch.arange(self.buffers.max_rows, device=runner.device)
         self._offsets = torch.arange(settings.gamma + 1, device=runner.device)
-        # Scoring plans and scratch, by model; None where this rank holds no scoring heads.
-        self._plans: dict[str, tuple[Any, Any] | None] = {}
+        # Scoring plans by model; None where this rank holds no scoring heads.
+        self._plans: dict[str, ScoringPlan | None] = {}
         self._block_pages = 0
         self._scoring = False
         self._draft_sparse = False  # whether rows of this step draft sparsely
@@ -509,19 +540,14 @@ class CudaRuntime(DustinRuntime):
         """Whether the KV caches exist; makes the scoring plans when they first do."""
         if self._plans:
             return True
-        gamma, room = self.settings.gamma, SCORE_SCRATCH_BYTES
-        target, draft = self.buffers.target_queries, self.buffers.draft_queries
-        models = {
-            "target": (self.target_layers, target, 1, room),
-            "draft": (self.draft_layers, draft, gamma, room),
-        }
-        if self.settings.config.sample_recovery_every:
-            models["recovery"] = (self.target_layers, target, gamma + 1, room // 4)
         first = self.target_layers[0].kv_cache
         if first.numel() == 0 or first.dim() != 4:
             return False
         self._block_pages = block_pages(first)
-        for name, (layers, queries, num_queries, max_bytes) in models.items():
+        for name, layers, queries in (
+            ("target", self.target_layers, self.buffers.target_queries),
+            ("draft", self.draft_layers, self.buffers.draft_queries),
+        ):
             self._plans[name] = None
             if not queries.heads.num_heads:
                 continue
@@ -530,15 +556,8 @@ class CudaRuntime(DustinRuntime):
                 layers[index].kv_cache.transpose(1, 2)[..., : impl.head_size]
                 for index, _ in queries.heads.layers
             ]
-            plan = scoring_plan(keys, [heads for _, heads in queries.heads.layers], impl.num_heads)
-            scratch = token_scores_workspace(
-                plan,
-                num_queries,
-                self.buffers.max_rows,
-                self.buffers.history.shape[1],
-                max_bytes,
-            )
-            self._plans[name] = (plan, scratch)
+            heads = [heads for _, heads in queries.heads.layers]
+            self._plans[name] = scoring_plan(keys, heads, impl.num_heads)
         return True
 
     def _token_scores(
@@ -551,11 +570,11 @@ class CudaRuntime(DustinRuntime):
         aggregate: str,
     ) -> None:
         """What this rank's heads of a model add to the mean over all, or their maximum."""
-        if self._plans[name] is None:
+        lookahead = name == "draft"
+        plan = self._plans["draft" if lookahead else "target"]
+        if plan is None:
             out.zero_()
             return
-        plan, scratch = self._plans[name]  # type: ignore[misc]
-        lookahead = name == "draft"
         layers = self.draft_layers if lookahead else self.target_layers
         heads = self.settings.draft_heads if lookahead else self.settings.target_heads
         token_scores(
@@ -564,7 +583,7 @@ class CudaRuntime(DustinRuntime):
             plan,
             block_table,
             seq_lens,
-            scratch,
+            self.buffers.scoring[name],
             layers[0].impl.scale,
             aggregate,
             1.0 / (queries.shape[1] * heads.num_heads),

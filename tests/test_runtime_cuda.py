@@ -428,3 +428,47 @@ def test_acceptance_is_counted_by_mode(monkeypatch):
     stats = step([204, 139, 33], [3, 3, 1], [0, 0, 0])  # c without drafts
     assert stats["verifications"] == {"sparse": 2, "dense": 1}
     assert stats["verified_tokens"] == {"sparse": 5, "dense": 1}
+
+
+def test_buffers_for_64_sequences_of_32k_are_small(monkeypatch):
+    """Heads of Qwen2.5-72B and 0.5B, the scoring heads of the paper, single tokens."""
+    monkeypatch.setattr(runtime_cuda, "get_tp_group", lambda: ONE_RANK)
+    monkeypatch.setattr(runtime_cuda, "flash_attention_version", lambda: 3)
+    heads = {"target": (64, 8, 128), "draft": (14, 2, 64)}
+    target, draft = (
+        SimpleNamespace(
+            get_num_attention_heads=lambda parallel, n=n: n,
+            get_num_kv_heads=lambda parallel, n=kv: n,
+            get_head_size=lambda n=dim: n,
+            dtype=torch.bfloat16,
+            max_model_len=32768,
+        )
+        for n, kv, dim in heads.values()
+    )
+    settings = Settings(
+        config=DustinConfig(sample_recovery_every=100),
+        gamma=4,
+        unit=1,
+        block_size=16,
+        dilation_tokens=5,
+        target=LayerGroup("target", 1024, 512),
+        draft=LayerGroup("draft", 512, 256),
+        target_heads=HeadSet(((40, (0, 16, 32, 48)),)),
+        draft_heads=HeadSet(tuple((layer, (0, 3, 7, 10)) for layer in (4, 12, 20))),
+    )
+    monkeypatch.setattr(runtime_cuda.config, "resolve", lambda _: settings)
+    parallel = SimpleNamespace(tensor_parallel_size=1)
+    vllm_config = SimpleNamespace(
+        speculative_config=SimpleNamespace(
+            draft_model_config=draft, draft_parallel_config=parallel
+        ),
+        model_config=target,
+        parallel_config=parallel,
+        scheduler_config=SimpleNamespace(max_num_seqs=64),
+    )
+    buffers = runtime_cuda.reserve(vllm_config, torch.device("meta"))
+    runtime_cuda._reserved.clear()
+    assert set(buffers.scoring) == {"target", "draft", "recovery"}
+    held = buffers.num_bytes() / 2**20
+    print(f"{held:.0f} MiB")
+    assert sum(scratch.nbytes for scratch in buffers.scoring.values()) / 2**20 < held <= 256

@@ -152,7 +152,9 @@ def check_token_scores(
     queries = (torch.randn(rows, num_queries, num_heads, head_dim) * 2).to(dtype)
     context = max(cache.lens)
     plan = kernels.scoring_plan(cache.caches, heads, keys.shape[2] * group)
-    workspace = kernels.token_scores_workspace(plan, num_queries, rows, context, max_bytes)
+    workspace = kernels.token_scores_workspace(
+        plan.size, num_queries, rows, context, DEVICE, max_bytes
+    )
     poison(workspace)
     out = torch.full((rows, context), torch.nan)
     result = kernels.token_scores(
@@ -238,7 +240,7 @@ def test_token_scores_of_strided_queries() -> None:
     cache = Cache([100, 70], torch.float32, 64, 2)
     captured = torch.randn(3, 2, 4, 64)
     plan = kernels.scoring_plan(cache.caches, [[0, 1, 2, 3]], 4)
-    workspace = kernels.token_scores_workspace(plan, 3, 2, 100)
+    workspace = kernels.token_scores_workspace(plan.size, 3, 2, 100, DEVICE)
     outs = []
     for queries in (captured.transpose(0, 1), captured.transpose(0, 1).contiguous()):
         out = torch.full((2, 100), torch.nan)
@@ -271,7 +273,7 @@ def test_token_scores_of_long_ragged_batches(
 def test_token_scores_refuse_what_does_not_fit() -> None:
     cache = Cache([32], torch.float16, 64, 1)
     plan = kernels.scoring_plan(cache.caches, [[0, 1]], 2)
-    workspace = kernels.token_scores_workspace(plan, 2, 1, 32)
+    workspace = kernels.token_scores_workspace(plan.size, 2, 1, 32, DEVICE)
     out, queries = torch.empty(1, 32), torch.zeros(1, 2, 2, 64, dtype=torch.float16)
 
     def call(**changed: Any) -> None:
@@ -303,7 +305,7 @@ def test_token_scores_refuse_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="strides"):
         kernels.scoring_plan([cache.caches[0].transpose(1, 3)], [[0]], 16)
     with pytest.raises(ValueError, match="200"):
-        kernels.token_scores_workspace(plan, 100, 1, 32)
+        kernels.token_scores_workspace(plan.size, 100, 1, 32, DEVICE)
 
 
 # ---- selection ------------------------------------------------------------------------------
@@ -798,7 +800,7 @@ def test_graph_replay_follows_its_inputs(unit: int) -> None:
     cache = Cache([longest] * rows, torch.bfloat16, 64, 2, layers=2)
     plan = kernels.scoring_plan(cache.caches, [[0, 1, 2, 3], [1, 2]], 4)
     queries = torch.randn(rows, num_queries, 6, 64).bfloat16()
-    scoring = kernels.token_scores_workspace(plan, num_queries, rows, longest)
+    scoring = kernels.token_scores_workspace(plan.size, num_queries, rows, longest, DEVICE)
     selecting = kernels.select_workspace(rows, longest, unit, budget, budget // 2, DEVICE)
     scores = torch.full((rows, longest), torch.nan)
     contexts, seq_lens, flags = int32([longest - gamma] * rows), cache.seq_lens, int32([1] * rows)

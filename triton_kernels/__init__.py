@@ -19,6 +19,7 @@ from dustin_vllm.triton_kernels.score import (
     ScoringPlan,
     ScoringWorkspace,
     scoring_plan,
+    scoring_size,
     token_scores,
     token_scores_workspace,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "merge_and_select",
     "paged_attention",
     "scoring_plan",
+    "scoring_size",
     "select_workspace",
     "token_scores",
     "token_scores_workspace",

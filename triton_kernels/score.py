@@ -214,6 +214,16 @@ def _aggregate_kernel(
 
 
 @dataclass(frozen=True)
+class ScoringSize:
+    """How much there is to score, known before there are caches. Made by ``scoring_size``."""
+
+    num_jobs: int  # runs of heads that share a key head
+    num_heads: int  # scoring heads of all layers
+    group: int  # most scoring heads that share a key head
+    dtype: torch.dtype  # of the keys
+
+
+@dataclass(frozen=True)
 class ScoringPlan:
     """Which key heads are read for which captured query heads. Made by ``scoring_plan``.
 
@@ -222,8 +232,7 @@ class ScoringPlan:
 
     jobs: torch.Tensor  # [J, 3] int64 on the device: key address, first query head, head count
     key_caches: tuple[torch.Tensor, ...]  # keeps the memory behind the addresses alive
-    num_heads: int  # scoring heads of all layers
-    group: int  # most scoring heads that share a key head
+    size: ScoringSize
 
 
 @dataclass(frozen=True)
@@ -239,6 +248,29 @@ class ScoringWorkspace:
     def nbytes(self) -> int:
         """Device memory held."""
         return self.probs.nbytes + self.tile_max.nbytes + self.split_stats.nbytes
+
+
+def _runs(heads: Sequence[Sequence[int]], group_size: int) -> list[tuple[int, int, int]]:
+    """(index of the layer, key head, scoring heads that share it), in the heads' order."""
+    return [
+        (layer, kv_head, len(list(run)))
+        for layer, chosen in enumerate(heads)
+        for kv_head, run in itertools.groupby(head // group_size for head in chosen)
+    ]
+
+
+def scoring_size(
+    heads: Sequence[Sequence[int]], group_size: int, dtype: torch.dtype
+) -> ScoringSize:
+    """What a plan for these heads will have.
+
+    Args:
+        heads: per scoring layer, the query heads that score; at least one.
+        group_size: query heads that share a key head.
+        dtype: of the key caches.
+    """
+    counts = [count for _, _, count in _runs(heads, group_size)]
+    return ScoringSize(len(counts), sum(counts), max(counts), dtype)
 
 
 def scoring_plan(
@@ -275,8 +307,6 @@ def scoring_plan(
             f"key_caches: strides {first.stride()} must end in 1 and be multiples of 16 bytes"
         )
     group_size = num_query_heads // num_kv_heads
-    jobs: list[tuple[int, int, int]] = []
-    num_heads = 0
     for cache, chosen in zip(key_caches, heads, strict=True):
         same = (cache.shape, cache.stride(), cache.dtype) == (
             first.shape,
@@ -290,17 +320,18 @@ def scoring_plan(
             )
         if any(not 0 <= head < num_query_heads for head in chosen):
             raise ValueError(f"heads {list(chosen)} must lie in 0 .. {num_query_heads - 1}")
-        for kv_head, run in itertools.groupby(head // group_size for head in chosen):
-            count = len(list(run))
-            jobs.append((cache.data_ptr() + kv_head * byte_strides[2], num_heads, count))
-            num_heads += count
-    if not jobs:
+    if not any(heads):
         raise ValueError("heads: at least one scoring head is needed")
+    jobs: list[tuple[int, int, int]] = []
+    num_heads = 0
+    for layer, kv_head, count in _runs(heads, group_size):
+        address = key_caches[layer].data_ptr() + kv_head * byte_strides[2]
+        jobs.append((address, num_heads, count))
+        num_heads += count
     return ScoringPlan(
         torch.tensor(jobs, dtype=torch.int64, device=first.device),
         tuple(key_caches),
-        num_heads,
-        max(count for _, _, count in jobs),
+        scoring_size(heads, group_size, first.dtype),
     )
 
 
@@ -317,13 +348,14 @@ def _num_stages(keys: torch.Tensor, tile: int) -> int:
 
 
 def token_scores_workspace(
-    plan: ScoringPlan,
+    size: ScoringSize,
     num_queries: int,
     max_rows: int,
     max_context: int,
+    device: torch.device | str,
     max_bytes: int = 256 << 20,
 ) -> ScoringWorkspace:
-    """Scratch for ``token_scores``.
+    """Scratch for ``token_scores``; it needs no caches yet.
 
     A sequence needs about ``num_queries * num_heads * max_context * 2`` bytes (4 for fp32
     caches). When ``max_rows`` sequences need more than ``max_bytes``, the scratch holds fewer
@@ -338,21 +370,20 @@ def token_scores_workspace(
     Raises:
         ValueError: more than 128 rows (queries times heads) would share a key head.
     """
-    query_rows = num_queries * plan.group
+    query_rows = num_queries * size.group
     if query_rows > MAX_QUERY_ROWS:
         raise ValueError(
-            f"num_queries {num_queries} times {plan.group} heads of a key head are {query_rows} "
+            f"num_queries {num_queries} times {size.group} heads of a key head are {query_rows} "
             f"rows; at most {MAX_QUERY_ROWS} are supported"
         )
-    wide = plan.key_caches[0].dtype == torch.float32
+    wide = size.dtype == torch.float32
     tile = FP32_TILE if wide else TILE
     num_tiles = triton.cdiv(max_context, tile)
     width = num_tiles * tile
-    per_row = num_queries * plan.num_heads
+    per_row = num_queries * size.num_heads
     rows = max(1, min(max_rows, max_bytes // (per_row * width * (4 if wide else 2))))
-    num_jobs = len(plan.jobs)
-    stats = max(r * _num_splits(r, num_jobs, num_tiles) for r in range(1, rows + 1)) * per_row
-    device = plan.jobs.device
+    stats = max(r * _num_splits(r, size.num_jobs, num_tiles) for r in range(1, rows + 1))
+    stats *= per_row
     return ScoringWorkspace(
         torch.empty(
             rows,
@@ -408,10 +439,10 @@ def token_scores(
             f"queries: [R, {num_queries}, {num_heads}, D] do not fit a workspace for "
             f"{workspace.num_queries} queries of {per_row // workspace.num_queries} heads"
         )
-    if num_heads != plan.num_heads or head_dim != keys.shape[3] or queries.dtype != keys.dtype:
+    if num_heads != plan.size.num_heads or head_dim != keys.shape[3] or queries.dtype != keys.dtype:
         raise ValueError(
             f"queries: {num_heads} heads of {head_dim} in {queries.dtype} do not fit a plan of "
-            f"{plan.num_heads} heads of {keys.shape[3]} in {keys.dtype}"
+            f"{plan.size.num_heads} heads of {keys.shape[3]} in {keys.dtype}"
         )
     if queries.stride(3) != 1:
         raise ValueError(f"queries: last stride must be 1, not {queries.stride(3)}")
@@ -456,13 +487,13 @@ def token_scores(
             block_table.stride(0),
             num_heads,
             num_queries,
-            plan.group,
+            plan.size.group,
             num_splits,
             width,
             max_len,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=keys.shape[1],
-            BLOCK_M=max(16, triton.next_power_of_2(num_queries * plan.group)),
+            BLOCK_M=max(16, triton.next_power_of_2(num_queries * plan.size.group)),
             BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
             TILE=tile,
             PROB_SHIFT=shift,

@@ -224,10 +224,10 @@ class Scoring:
             for copy in range(self.copies)
         ]
         self.target_scratch = triton_kernels.token_scores_workspace(
-            self.target_plans[0], 1, batch.rows, self.width
+            self.target_plans[0].size, 1, batch.rows, self.width, device
         )
         self.draft_scratch = triton_kernels.token_scores_workspace(
-            self.draft_plans[0], options.gamma, batch.rows, self.width
+            self.draft_plans[0].size, options.gamma, batch.rows, self.width, device
         )
         # One query set of the target's scoring layers each.
         self.target_queries = batch.history_queries.repeat(1, 1, target_layers, 1)
