@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's Ray executor needs of the plugin. vLLM itself does not run Ray on CPUs."""
+"""What Ray needs of the plugin. vLLM does not run its Ray executor on CPUs."""
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
 import sys
 
 import pytest
-from conftest import engine_args
+from conftest import engine_args, generate, tokens
 
 pytestmark = pytest.mark.engine
 
@@ -56,3 +58,76 @@ def test_a_ray_actor_unpacks_the_configuration_and_loads_the_plugin(target, draf
         "rpc": True,
         "metrics": False,
     }
+
+
+def test_a_node_without_the_plugin_says_what_is_missing(target, draft):
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(**engine_args(target, draft, {"budget": 512})).create_engine_config()
+    script = """
+import os, pickle, sys
+sys.modules["dustin_vllm"] = None  # as if it were not installed
+try:
+    pickle.loads(bytes.fromhex(sys.stdin.read()))
+except ImportError as error:
+    print("ERROR", error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        input=pickle.dumps(config).hex(),
+        env={**os.environ, "VLLM_PLUGINS": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    assert "dustin_vllm" in done.stdout.split("ERROR", 1)[1]
+
+
+def test_batches_over_replicas_with_ray_data(make_llm, target, draft):
+    """The README's recipe, with two replicas on CPUs."""
+    import ray
+    from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+    args = engine_args(target, draft, {"budget": 160, "recent": 32})
+    prompts = [tokens(i, 300 + 40 * i) for i in range(4)]
+    expected = generate(make_llm(target, draft, {"budget": 160, "recent": 32}), prompts)
+    assert expected != generate(make_llm(target, draft, None), prompts)  # it verifies sparsely
+    parameters = {"temperature": 0, "max_tokens": 32, "ignore_eos": True, "detokenize": False}
+    model = args.pop("model")
+    environment = {"VLLM_PLUGINS": "dustin", "OMP_NUM_THREADS": "1"}
+    ray.init(
+        num_cpus=3,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": environment},
+    )
+    try:
+        processor = build_processor(
+            vLLMEngineProcessorConfig(
+                model_source=model,
+                engine_kwargs=args,
+                concurrency=2,
+                batch_size=2,
+                placement_group_config={"bundles": [{"CPU": 1}]},  # on GPUs: leave out
+                chat_template_stage=False,
+                tokenize_stage=False,
+                detokenize_stage=False,
+                log_engine_metrics=False,  # needs ray[default]
+            ),
+            preprocess=lambda row: {
+                "prompt": "",
+                "tokenized_prompt": list(row["ids"]),
+                "sampling_params": parameters,
+                "number": row["number"],
+            },
+            postprocess=lambda row: {
+                "number": row["number"],
+                "ids": list(row["generated_tokens"]),
+            },
+        )
+        rows = [{"number": i, "ids": ids} for i, ids in enumerate(prompts)]
+        written = processor(ray.data.from_items(rows)).take_all()
+    finally:
+        ray.shutdown()
+    assert [row["ids"] for row in sorted(written, key=lambda row: row["number"])] == expected
