@@ -24,7 +24,8 @@ from dustin_vllm.bench import engine, presets
 def test_presets_write_configs_that_transformers_reads(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    target, draft = presets.write_models(presets.PRESETS["72b"], tmp_path, layers=20)
+    target, draft, stock = presets.write_models(presets.PRESETS["72b"], tmp_path, layers=20)
+    assert stock == draft
     config = AutoConfig.from_pretrained(target)
     assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (20, 8192, 152064)
     assert config.hidden_size // config.num_attention_heads == 128
@@ -32,7 +33,7 @@ def test_presets_write_configs_that_transformers_reads(tmp_path: Path) -> None:
     assert (config.num_hidden_layers, config.num_attention_heads) == (24, 14)
     assert config.vocab_size == 152064  # the target's, or stock vLLM refuses the draft
     assert config.tie_word_embeddings
-    _, draft = presets.write_models(presets.PRESETS["7b"], tmp_path / "real", draft_vocab=151936)
+    _, draft, _ = presets.write_models(presets.PRESETS["7b"], tmp_path / "real", draft_vocab=151936)
     assert json.loads((draft / "config.json").read_text())["vocab_size"] == 151936
 
 
@@ -336,13 +337,14 @@ def test_dense_verification_is_refused() -> None:
 
 def test_jobs_run_the_same_models_and_prompts(tmp_path: Path) -> None:
     options = engine.EngineOptions(
-        preset="72b", layers=20, batch=2, context=1024, steps=8, dustin={"recent": 32}
+        preset="72b", layers=20, batches=(2,), contexts=(1024,), steps=8, dustin={"recent": 32}
     )
     plain, stock, dustin = engine.make_jobs(options, tmp_path, on_cpu=False)
-    assert plain.prompts == stock.prompts == dustin.prompts
-    assert plain.prompts[0] != plain.prompts[1]
-    assert [len(prompt) for prompt in plain.prompts] == [896, 896]
-    assert plain.max_model_len >= 896 + plain.max_tokens
+    assert plain.cells == stock.cells == dustin.cells
+    (cell,) = plain.cells
+    assert cell.prompts[0] != cell.prompts[1]
+    assert [len(prompt) for prompt in cell.prompts] == [896, 896]
+    assert plain.max_model_len >= 896 + cell.max_tokens
     arguments = [engine.engine_arguments(job, on_cpu=False) for job in (plain, stock, dustin)]
     assert "speculative_config" not in arguments[0]
     assert arguments[1]["speculative_config"] == {
@@ -359,11 +361,22 @@ def test_jobs_run_the_same_models_and_prompts(tmp_path: Path) -> None:
     assert [entry["layer"] for entry in settings["target_heads"]] == [10]
     assert not arguments[0]["enable_prefix_caching"]
 
+    paper = engine.EngineOptions(preset="paper-72b", contexts=(1024,), tensor_parallel=4)
+    _, stock, dustin = engine.make_jobs(paper, tmp_path / "paper", on_cpu=False)
+    heads = [
+        json.loads((Path(job.draft) / "config.json").read_text())["num_attention_heads"]
+        for job in (stock, dustin)
+    ]
+    assert heads == [16, 14]  # stock vLLM wants heads that the ranks divide
+
     shared = engine.make_jobs(
-        engine.EngineOptions(batch=3, context=1024, share_prompt=True), tmp_path / "b", False
+        engine.EngineOptions(batches=(3,), contexts=(1024,), share_prompt=True),
+        tmp_path / "b",
+        False,
     )[0]
-    assert len({tuple(prompt[:-32]) for prompt in shared.prompts}) == 1
-    assert len({tuple(prompt) for prompt in shared.prompts}) == 3
+    (cell,) = shared.cells
+    assert len({tuple(prompt[:-32]) for prompt in cell.prompts}) == 1
+    assert len({tuple(prompt) for prompt in cell.prompts}) == 3
     assert engine.engine_arguments(shared, False)["enable_prefix_caching"]
 
 
@@ -373,7 +386,8 @@ def test_jobs_run_the_same_models_and_prompts(tmp_path: Path) -> None:
         ({"model": Path("somewhere")}, "together"),
         ({"acceptance": 3.0}, "CPU"),
         ({"text": Path("text")}, "--model"),
-        ({"context": 130000, "steps": 1000}, "positions"),
+        ({"contexts": (1024, 130000), "steps": 1000}, "positions"),
+        ({"batches": (2000,)}, "at most"),
         ({"model": Path("nowhere"), "draft": Path("nowhere")}, "nowhere"),
     ],
 )
@@ -389,13 +403,19 @@ def test_table_and_plot_leave_out_what_was_not_measured(tmp_path: Path) -> None:
         "tokens_per_second": 100.0,
         "ms_per_step": 10.0,
         "acceptance_length": 1.0,
+        "batch": 2,
+        "context": 20,
         "context_at_start": 10,
         "context_at_end": 20,
         "stats": {},
         "profile": None,
     }
     profile = {"busy_ms": 5.0, "categories_ms": {"draft gemm": 3.0, "target gemm": 2.0}}
-    results = {"plain": dict(result), "stock": {**result, "profile": profile}}
+    results = {
+        "plain": {**result, "mode": "plain"},
+        "stock": {**result, "mode": "stock", "profile": profile},
+        "plain, batch 1": {**result, "mode": "plain", "batch": 1, "tokens_per_second": 50.0},
+    }
     engine.add_ratios(results)
     assert results["stock"]["over_plain"] == 1
     table = engine.make_table("title", results)
@@ -416,7 +436,7 @@ def test_engine_benchmark_end_to_end(tmp_path: Path, target: Path, draft: Path) 
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "dustin_vllm.bench.cli", "engine"]
     command += ["--model", str(target), "--draft", str(draft), "--json", str(report)]
-    command += ["--batch", "2", "--context", "512", "--budget", "128", "--steps", "8"]
+    command += ["--batch", "2,1", "--context", "512", "--budget", "128,160", "--steps", "8"]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -427,8 +447,16 @@ def test_engine_benchmark_end_to_end(tmp_path: Path, target: Path, draft: Path) 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     data = json.loads(report.read_text())
-    assert list(data["modes"]) == ["plain", "stock", "dustin"]
-    plain, stock, dustin = data["modes"].values()
+    assert list(data["modes"]) == [
+        *(f"{mode}, batch {batch}" for mode in ("plain", "stock") for batch in (2, 1)),
+        *(f"dustin, budget {k}, batch {batch}" for k in (128, 160) for batch in (2, 1)),
+    ]
+    plain, _, stock, alone, dustin, _, larger, smallest = data["modes"].values()
+    assert (larger["budget"], larger["batch"], plain["budget"]) == (160, 2, None)
+    assert larger["stats"]["kv_tokens_read"] > dustin["stats"]["kv_tokens_read"]
+    assert smallest["over_stock"] == pytest.approx(
+        smallest["tokens_per_second"] / alone["tokens_per_second"]
+    )
     assert plain["acceptance_length"] == 1
     assert stock["acceptance_length"] > 1
     for mode in (plain, stock, dustin):

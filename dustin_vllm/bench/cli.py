@@ -133,7 +133,11 @@ def attention(
 @app.command()
 def engine(
     preset: Annotated[
-        str, typer.Option(help="72b or 7b: shapes of Qwen2.5 and its draft, random weights.")
+        str,
+        typer.Option(
+            help="72b, 7b or paper-72b (batch 16 and 32, three budgets, filled KV): shapes of "
+            "Qwen2.5 and its draft, random weights."
+        ),
     ] = "7b",
     model: Annotated[Path | None, typer.Option(help="Real target instead: model folder.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Real draft, with --model.")] = None,
@@ -157,14 +161,19 @@ def engine(
             "draft graphs), dustin."
         ),
     ] = "plain,stock,dustin",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 16,
-    context: Annotated[int, typer.Option(min=256, help="Tokens of every sequence.")] = 32768,
+    batch: Annotated[
+        str | None, typer.Option(help="Sequences, as 16 or 16,32. Default: 16, or the preset's.")
+    ] = None,
+    context: Annotated[str, typer.Option(help="Tokens of every sequence, 256 or more.")] = "32768",
     gamma: Gamma = 4,
     acceptance: Annotated[
         float | None,
         typer.Option(min=1, help="Fixed tokens per step. Presets: 4; real models: none fixed."),
     ] = None,
-    budget: Annotated[int, typer.Option(min=1, help="Tokens that a sparse row reads.")] = 512,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Tokens that a sparse row reads. Default: 512, or the preset's."),
+    ] = None,
     granularity: Annotated[str, typer.Option(help="auto, block or token.")] = "auto",
     scoring: Annotated[
         str,
@@ -185,6 +194,10 @@ def engine(
     enforce_eager: Annotated[bool, typer.Option(help="No CUDA graphs.")] = False,
     quantization: Annotated[str | None, typer.Option(help="As for vLLM, e.g. fp8.")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel GPUs.")] = 1,
+    draft_tp: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of Dustin's draft; 1: it runs whole on every GPU."),
+    ] = None,
     dustin_json: Annotated[
         str | None, typer.Option(metavar="JSON", help="More settings of Dustin.")
     ] = None,
@@ -210,6 +223,10 @@ def engine(
     ):
         if value not in known:
             raise typer.BadParameter(f"choose among {', '.join(known)}", param_hint=name)
+    contexts = numbers(context, "--context")
+    if min(contexts) < 256:
+        raise typer.BadParameter("at least 256 tokens", param_hint="--context")
+    defaults = PRESETS[preset]
     options = EngineOptions(
         preset=preset,
         model=model,
@@ -219,19 +236,20 @@ def engine(
         layers=layers,
         draft_vocab=draft_vocab,
         modes=words(modes, MODES, "--modes"),
-        batch=batch,
-        context=context,
+        batches=defaults.batches if batch is None else numbers(batch, "--batch"),
+        contexts=contexts,
         gamma=gamma,
         acceptance=acceptance,
-        budget=budget,
+        budgets=defaults.budgets if budget is None else numbers(budget, "--budget"),
         granularity=granularity,
         scoring=scoring,
         steps=steps,
         share_prompt=share_prompt,
-        fill_kv=fill_kv,
+        fill_kv=fill_kv or (model is None and defaults.fill_kv),
         enforce_eager=enforce_eager,
         quantization=quantization,
         tensor_parallel=tp,
+        draft_tensor_parallel=draft_tp,
         dustin=json_object(dustin_json, "--dustin-json"),
         llm=json_object(llm_json, "--llm-json"),
         mode_timeout=mode_timeout,

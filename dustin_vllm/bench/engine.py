@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,11 +75,11 @@ class EngineOptions:
     layers: int | None = None
     draft_vocab: int | None = None
     modes: tuple[str, ...] = (PLAIN, STOCK, DUSTIN)
-    batch: int = 16
-    context: int = 32768
+    batches: tuple[int, ...] = (16,)
+    contexts: tuple[int, ...] = (32768,)
     gamma: int = 4
     acceptance: float | None = None
-    budget: int = 512
+    budgets: tuple[int, ...] = (512,)
     granularity: str = "auto"
     scoring: str = "preset"
     steps: int = 100
@@ -88,6 +88,7 @@ class EngineOptions:
     enforce_eager: bool = False
     quantization: str | None = None
     tensor_parallel: int = 1
+    draft_tensor_parallel: int | None = None
     dustin: dict[str, Any] = field(default_factory=dict)
     llm: dict[str, Any] = field(default_factory=dict)
     mode_timeout: int = 1200
@@ -96,16 +97,26 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
+class Cell:
+    """One batch at one context, measured by every engine. Lengths in tokens."""
+
+    batch: int
+    context: int
+    prompts: list[list[int]]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
 class Job:
-    """One mode's work, as handed to its process. Lengths in tokens."""
+    """One engine's work, as handed to its process. Lengths in tokens."""
 
     mode: str
+    budget: int
     model: str
     draft: str
     dummy: bool
-    prompts: list[list[int]]
+    cells: list[Cell]
     max_model_len: int
-    max_tokens: int
     gamma: int
     acceptance: float | None
     dustin: dict[str, Any]
@@ -115,6 +126,7 @@ class Job:
     enforce_eager: bool
     quantization: str | None
     tensor_parallel: int
+    draft_tensor_parallel: int | None
     llm: dict[str, Any]
     seed: int
 
@@ -136,7 +148,7 @@ def random_prompts(batch: int, length: int, vocab: int, seed: int, share: bool) 
     return [common + ids(OWN_SUFFIX) for _ in range(batch)]
 
 
-def text_prompts(options: EngineOptions, length: int) -> list[list[int]]:
+def text_prompts(options: EngineOptions, batch: int, length: int) -> list[list[int]]:
     """Prompts of a real model: windows of --text, or the ones of --prompts, cut to ``length``.
 
     Raises:
@@ -155,8 +167,8 @@ def text_prompts(options: EngineOptions, length: int) -> list[list[int]]:
         ids = tokenizer(content, add_special_tokens=False)["input_ids"]
         if len(ids) < length:
             raise BenchError(f"{source} has {len(ids)} tokens; --context needs {length}")
-        stride = (len(ids) - length) // max(1, options.batch - 1)
-        return [ids[i * stride : i * stride + length] for i in range(options.batch)]
+        stride = (len(ids) - length) // max(1, batch - 1)
+        return [ids[i * stride : i * stride + length] for i in range(batch)]
     try:
         listed = json.loads(content)
     except ValueError as error:
@@ -167,11 +179,42 @@ def text_prompts(options: EngineOptions, length: int) -> list[list[int]]:
         tokenizer(one, add_special_tokens=False)["input_ids"] if isinstance(one, str) else one
         for one in listed
     ]
-    return [encoded[i % len(encoded)][-length:] for i in range(options.batch)]
+    return [encoded[i % len(encoded)][-length:] for i in range(batch)]
+
+
+def make_cell(options: EngineOptions, batch: int, context: int, configs: Sequence[Any]) -> Cell:
+    """Prompts, and how many tokens may follow them.
+
+    Raises:
+        BenchError: the batch is too large, or the models have too few positions.
+    """
+    # A little less than the context, which generated tokens fill up until the window is over.
+    length = context - min(256, context // 8)
+    chunk = BATCHED_TOKENS - batch * (options.gamma + 1)
+    if chunk < 256:
+        raise BenchError(f"--batch {batch}: at most {BATCHED_TOKENS // 8} rows")
+    prefill_steps = -(-batch * length // chunk) + 2
+    if options.fill_kv:
+        prefill_steps = 2
+    steps = prefill_steps + WARM_UP_STEPS + options.steps + PROFILE_STEPS + SLACK_STEPS
+    max_tokens = steps * (options.gamma + 1)
+    needed = length + max_tokens + options.gamma + 1
+    limit = min(config.get("max_position_embeddings", needed) for config in configs)
+    if needed > limit:
+        raise BenchError(
+            f"{length} prompt tokens and up to {max_tokens} new ones need {needed} "
+            f"positions, but the models have {limit}: lower --context or --steps"
+        )
+    if options.text or options.prompts:
+        prompts = text_prompts(options, batch, length)
+    else:
+        vocab = min(config["vocab_size"] for config in configs)
+        prompts = random_prompts(batch, length, vocab, options.seed, options.share_prompt)
+    return Cell(batch, context, prompts, max_tokens)
 
 
 def make_jobs(options: EngineOptions, folder: Path, on_cpu: bool) -> list[Job]:
-    """The jobs of all modes: same models, same prompts.
+    """The jobs of all modes, one for every budget where it matters: same models and prompts.
 
     Args:
         folder: for the presets' model folders.
@@ -191,15 +234,16 @@ def make_jobs(options: EngineOptions, folder: Path, on_cpu: bool) -> list[Job]:
 
     dummy = options.model is None
     settings: dict[str, Any] = {
-        "budget": options.budget,
         "granularity": options.granularity,
         "dense_below": 0,
     }
     if options.model is not None and options.draft is not None:
-        model, draft = options.model, options.draft
+        model, draft, stock_draft = options.model, options.draft, options.draft
     else:
         preset = PRESETS[options.preset]
-        model, draft = write_models(preset, folder, options.layers, options.draft_vocab)
+        model, draft, stock_draft = write_models(
+            preset, folder, options.layers, options.draft_vocab, options.tensor_parallel
+        )
         if options.scoring == "preset":
             target = preset.target
             if options.layers is not None:
@@ -211,51 +255,39 @@ def make_jobs(options: EngineOptions, folder: Path, on_cpu: bool) -> list[Job]:
     except DemoError as error:
         raise BenchError(str(error)) from error
 
-    # A little less than the context, which generated tokens fill up until the window is over.
-    length = options.context - min(256, options.context // 8)
-    chunk = BATCHED_TOKENS - options.batch * (options.gamma + 1)
-    if chunk < 256:
-        raise BenchError(f"--batch {options.batch}: at most {BATCHED_TOKENS // 8} rows")
-    prefill_steps = -(-options.batch * length // chunk) + 2
-    steps = prefill_steps + WARM_UP_STEPS + options.steps + PROFILE_STEPS + SLACK_STEPS
-    max_tokens = steps * (options.gamma + 1)
-    max_model_len = -(-(length + max_tokens + options.gamma + 1) // CPU_BLOCK) * CPU_BLOCK
-    limit = min(config.get("max_position_embeddings", max_model_len) for config in configs)
-    if max_model_len > limit:
-        raise BenchError(
-            f"{length} prompt tokens and up to {max_tokens} new ones need {max_model_len} "
-            f"positions, but the models have {limit}: lower --context or --steps"
-        )
-    if options.text or options.prompts:
-        prompts = text_prompts(options, length)
-    else:
-        vocab = min(config["vocab_size"] for config in configs)
-        prompts = random_prompts(options.batch, length, vocab, options.seed, options.share_prompt)
+    cells = [
+        make_cell(options, batch, context, configs)
+        for context in options.contexts
+        for batch in options.batches
+    ]
+    longest = max(len(cell.prompts[0]) + cell.max_tokens for cell in cells) + options.gamma + 1
     acceptance = options.acceptance
     if acceptance is None and dummy and not on_cpu:
         acceptance = DEFAULT_ACCEPTANCE
     return [
         Job(
             mode=mode,
+            budget=budget,
             model=str(model),
-            draft=str(draft),
+            draft=str(stock_draft if mode == STOCK else draft),
             dummy=dummy,
-            prompts=prompts,
-            max_model_len=max_model_len,
-            max_tokens=max_tokens,
+            cells=cells,
+            max_model_len=-(-longest // CPU_BLOCK) * CPU_BLOCK,
             gamma=options.gamma,
             acceptance=acceptance,
-            dustin={**settings, **options.dustin, **OURS.get(mode, {})},
+            dustin={"budget": budget, **settings, **options.dustin, **OURS.get(mode, {})},
             steps=options.steps,
             share_prompt=options.share_prompt,
             fill_kv=options.fill_kv,
             enforce_eager=options.enforce_eager,
             quantization=options.quantization,
             tensor_parallel=options.tensor_parallel,
+            draft_tensor_parallel=options.draft_tensor_parallel,
             llm=options.llm,
             seed=options.seed,
         )
         for mode in options.modes
+        for budget in (options.budgets if mode in OURS else options.budgets[:1])
     ]
 
 
@@ -266,7 +298,7 @@ def engine_arguments(job: Job, on_cpu: bool) -> dict[str, Any]:
         "seed": job.seed,
         "skip_tokenizer_init": True,
         "max_model_len": job.max_model_len,
-        "max_num_seqs": len(job.prompts),
+        "max_num_seqs": max(cell.batch for cell in job.cells),
         "max_num_batched_tokens": BATCHED_TOKENS,
         "enable_prefix_caching": job.share_prompt,
         "enforce_eager": job.enforce_eager or on_cpu,
@@ -288,7 +320,7 @@ def engine_arguments(job: Job, on_cpu: bool) -> dict[str, Any]:
 
         configs = [read_model_config(Path(path)) for path in (job.model, job.draft)]
         per_token = sum(kv_bytes_per_token(config, "float32") for config in configs)
-        tokens = len(job.prompts) * (job.max_model_len + 8 * CPU_BLOCK)
+        tokens = max(cell.batch for cell in job.cells) * (job.max_model_len + 8 * CPU_BLOCK)
         arguments["kv_cache_memory_bytes"] = max(1 << 28, per_token * tokens * 5 // 4)
         arguments["block_size"] = CPU_BLOCK
     else:
@@ -299,6 +331,8 @@ def engine_arguments(job: Job, on_cpu: bool) -> dict[str, Any]:
             "model": job.draft,
             "num_speculative_tokens": job.gamma,
         }
+        if job.mode in OURS and job.draft_tensor_parallel is not None:
+            speculative["draft_tensor_parallel_size"] = job.draft_tensor_parallel
         if job.acceptance is not None:
             speculative["rejection_sample_method"] = "synthetic"
             speculative["synthetic_acceptance_length"] = job.acceptance
@@ -521,7 +555,7 @@ def decode(llm: Any, steps: int, rows: int) -> Window:
     return window
 
 
-def _prefill(llm: Any, job: Job) -> dict[str, int]:
+def _prefill(llm: Any, job: Job, cell: Cell) -> dict[str, int]:
     """Submit all prompts and step until each has its first token; new tokens by request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -529,14 +563,14 @@ def _prefill(llm: Any, job: Job) -> dict[str, int]:
     engine = llm.llm_engine
     parameters = SamplingParams(
         temperature=0.0,
-        max_tokens=job.max_tokens,
+        max_tokens=cell.max_tokens,
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
     new_tokens: dict[str, int] = {}
     # With a shared prompt the first request fills the prefix cache for the others.
-    waves = [job.prompts[:1], job.prompts[1:]] if job.share_prompt else [job.prompts]
+    waves = [cell.prompts[:1], cell.prompts[1:]] if job.share_prompt else [cell.prompts]
     submitted = 0
     for wave in waves:
         for prompt in wave:
@@ -560,30 +594,46 @@ def _stats(llm: Any, mode: str) -> dict[str, Any]:
     return stats
 
 
-def run_job(job: Job) -> dict[str, Any]:
-    """Run one mode in this process, which must be fresh and set up by ``worker_environment``."""
+def run_job(job: Job) -> Iterator[dict[str, Any]]:
+    """Run one engine in this process, which must be fresh and set up by ``worker_environment``.
+
+    Yields:
+        The result of every cell.
+    """
     started = time.perf_counter()
     import torch
     from vllm import LLM
     from vllm.platforms import current_platform
-
-    from dustin_vllm.demo import difference
 
     if job.mode in OURS:
         import dustin_vllm
 
         dustin_vllm.register()  # idempotent; for a source tree that is not installed
     on_cpu = current_platform.is_cpu()
-    rows = len(job.prompts)
     llm = LLM(**engine_arguments(job, on_cpu))
-    loaded = time.perf_counter()
+    load_seconds = time.perf_counter() - started
 
     def synchronize() -> None:
         # Workers of their own hand out tokens that are there already.
         if not on_cpu and job.tensor_parallel == 1:
             torch.cuda.synchronize()
 
-    new_tokens = _prefill(llm, job)
+    for cell in job.cells:
+        yield {"load_seconds": load_seconds, **_run_cell(llm, job, cell, synchronize, on_cpu)}
+        llm.llm_engine.abort_request([str(i) for i in range(cell.batch)])
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+
+
+def _run_cell(
+    llm: Any, job: Job, cell: Cell, synchronize: Callable[[], None], on_cpu: bool
+) -> dict[str, Any]:
+    """Prefill, a warm-up, the timed window, the profiled one."""
+    from dustin_vllm.demo import difference
+
+    rows = cell.batch
+    began = time.perf_counter()
+    new_tokens = _prefill(llm, job, cell)
     prefilled = time.perf_counter()
     warm_up = decode(llm, WARM_UP_STEPS, rows)
     before = _stats(llm, job.mode)
@@ -594,12 +644,15 @@ def run_job(job: Job) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     counters = difference(_stats(llm, job.mode), before)
 
-    first = sum(map(len, job.prompts)) + sum(new_tokens.values()) + warm_up.tokens
+    first = sum(map(len, cell.prompts)) + sum(new_tokens.values()) + warm_up.tokens
     middle = len(window.ends) // 2
     step_ends = [begin, *window.ends]
     config = llm.llm_engine.vllm_config
     result: dict[str, Any] = {
         "mode": job.mode,
+        "batch": cell.batch,
+        "context": cell.context,
+        "budget": job.budget if job.mode in OURS else None,
         "tokens_per_second": window.tokens / seconds,
         "ms_per_step": 1000 * seconds / job.steps,
         # Noise: a difference between modes below that of the halves means nothing.
@@ -613,8 +666,7 @@ def run_job(job: Job) -> dict[str, Any]:
         "tokens": window.tokens,
         "context_at_start": first / rows,
         "context_at_end": (first + window.tokens) / rows,
-        "load_seconds": loaded - started,
-        "prefill_seconds": prefilled - loaded,
+        "prefill_seconds": prefilled - began,
         "stats": counters,
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "runner": llm.collective_rpc(runner_module)[0],
@@ -635,22 +687,27 @@ def run_job(job: Job) -> dict[str, Any]:
 
 def _worker_main(job_file: str, result_file: str) -> None:
     """Entry of a worker process."""
-    job = Job(**json.loads(Path(job_file).read_text(encoding="utf-8")))
+    data = json.loads(Path(job_file).read_text(encoding="utf-8"))
+    job = Job(**{**data, "cells": [Cell(**cell) for cell in data["cells"]]})
+    outcome: dict[str, Any] = {"cells": []}
     try:
-        outcome = run_job(job)
+        for result in run_job(job):
+            outcome["cells"].append(result)
+            Path(result_file).write_text(json.dumps(outcome), encoding="utf-8")
     except BenchError as error:
-        outcome = {"error": str(error)}
-    Path(result_file).write_text(json.dumps(outcome), encoding="utf-8")
+        outcome["error"] = str(error)
+        Path(result_file).write_text(json.dumps(outcome), encoding="utf-8")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # an engine's destructors may wait for threads; everything has been said
 
 
-def run_worker(job: Job, options: EngineOptions) -> dict[str, Any]:
-    """Run one mode in a fresh process.
+def run_worker(job: Job, options: EngineOptions) -> tuple[list[dict[str, Any]], str | None]:
+    """Run one engine in a fresh process.
 
-    Raises:
-        BenchError: it failed or took too long; the message ends with its last output.
+    Returns:
+        The results of the cells that were measured; and why it is not all of them, or None. The
+        message ends with the process's last output when it died or took too long.
     """
     with tempfile.TemporaryDirectory(prefix="dustin-bench-") as temporary:
         job_file, result_file, log = (Path(temporary) / n for n in ("job", "result", "log"))
@@ -674,15 +731,16 @@ def run_worker(job: Job, options: EngineOptions) -> dict[str, Any]:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+        outcome: dict[str, Any] = {"cells": []}
         if result_file.exists():
-            result = json.loads(result_file.read_text(encoding="utf-8"))
-            if "error" in result:
-                raise BenchError(f"{TITLES[job.mode]}: {result['error']}")
-            return result
+            outcome = json.loads(result_file.read_text(encoding="utf-8"))
+        if len(outcome["cells"]) == len(job.cells):
+            return outcome["cells"], None
+        if "error" in outcome:
+            return outcome["cells"], f"{TITLES[job.mode]}: {outcome['error']}"
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise BenchError(
-            f"{TITLES[job.mode]} failed (exit code {code}):\n" + "\n".join(lines[-LOG_LINES:])
-        )
+        why = f"{TITLES[job.mode]} failed (exit code {code}):\n" + "\n".join(lines[-LOG_LINES:])
+        return outcome["cells"], why
 
 
 # ---- the report ---------------------------------------------------------------------------
@@ -703,13 +761,27 @@ def sparse_refusal(stats: Mapping[str, Any], gated: bool = False) -> str | None:
 
 
 def add_ratios(results: Mapping[str, dict[str, Any]]) -> None:
-    """Throughput over that of plain decoding and of stock speculation, where they ran."""
+    """Throughput over that of plain decoding and of stock speculation, where they ran the same
+    batch at the same context."""
+    of = {(r["mode"], r["batch"], r["context"]): r["tokens_per_second"] for r in results.values()}
     for result in results.values():
         for name in (PLAIN, STOCK):
-            reference = results.get(name)
-            result[f"over_{name}"] = (
-                result["tokens_per_second"] / reference["tokens_per_second"] if reference else None
-            )
+            reference = of.get((name, result["batch"], result["context"]))
+            speed = result["tokens_per_second"]
+            result[f"over_{name}"] = speed / reference if reference else None
+
+
+def label(options: EngineOptions, result: Mapping[str, Any], title: str) -> str:
+    """A name for one result: the mode, and what else differs between results."""
+    parts = [title]
+    for name, values in (
+        ("budget", options.budgets),
+        ("batch", options.batches),
+        ("context", options.contexts),
+    ):
+        if len(values) > 1 and result[name] is not None:
+            parts.append(f"{name} {result[name]}")
+    return ", ".join(parts)
 
 
 def _share(stats: Mapping[str, Any], part: str, whole: str) -> float | None:
@@ -722,8 +794,8 @@ def make_table(title: str, results: Mapping[str, Mapping[str, Any]]) -> Table:
 
     table = Table(title=title)
     table.add_column("")
-    for mode in results:
-        table.add_column(TITLES[mode], justify="right")
+    for name, result in results.items():
+        table.add_column(name.replace(result["mode"], TITLES[result["mode"]], 1), justify="right")
 
     def row(name: str, cells: Iterable[Any], form: str = "") -> None:
         shown = ["-" if cell is None else format(cell, form) for cell in cells]
@@ -768,7 +840,10 @@ def plot(results: Mapping[str, Mapping[str, Any]], path: Path, title: str) -> No
     """
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    names = [TITLES[mode] for mode in results]
+    names = [
+        name.replace(result["mode"], TITLES[result["mode"]], 1).replace(", ", "\n")
+        for name, result in results.items()
+    ]
     bars = left.bar(names, [result["tokens_per_second"] for result in results.values()])
     left.bar_label(bars, fmt="%.0f")
     left.set_ylabel("tokens/s")
@@ -807,9 +882,15 @@ def report(
         "shared_prompt": job.share_prompt,
         "filled_kv": job.fill_kv,  # no prefill: random numbers in every sequence's own blocks
         "synthetic_acceptance": job.acceptance,
-        "prompt_tokens": [len(prompt) for prompt in job.prompts],
+        "prompt_tokens": {
+            f"batch {cell.batch}, context {cell.context}": [len(p) for p in cell.prompts]
+            for cell in job.cells
+        },
         "max_model_len": job.max_model_len,
-        "dustin": job.dustin,
+        # A draft whose heads do not divide runs whole on every rank under Dustin; stock vLLM
+        # refuses it and gets a wider one.
+        "drafts": {job.mode: provenance.shown(job.draft) for job in jobs if job.mode != PLAIN},
+        "dustin": {**job.dustin, "budget": list(options.budgets)},
         "modes": dict(results),
         "failures": list(failures),
     }
@@ -848,24 +929,25 @@ def run_engine(
         fail(str(error))
         return 1
     for job in jobs:
-        errors.print(f"{TITLES[job.mode]} ...")
-        try:
-            result = run_worker(job, options)
+        at = f", budget {job.budget}" if len(options.budgets) > 1 and job.mode in OURS else ""
+        errors.print(f"{TITLES[job.mode]}{at} ...")
+        measured, failure = run_worker(job, options)
+        for result in measured:
             gated = job.dustin["dense_below"] > result["context_at_end"]
             why = sparse_refusal(result["stats"], gated) if job.mode in OURS else None
-            if why is None:
-                results[job.mode] = result
-                errors.print(
-                    f"  {result['tokens_per_second']:.0f} tokens/s (load "
-                    f"{result['load_seconds']:.0f} s, prefill "
-                    f"{result['prefill_seconds']:.0f} s)"
-                )
-                if "profile_error" in result:
-                    errors.print(f"  no profile: {result['profile_error']}", markup=False)
-            else:
+            if why is not None:
                 fail(f"{TITLES[job.mode]}: {why}")
-        except BenchError as error:
-            fail(str(error))
+                continue
+            results[label(options, result, job.mode)] = result
+            errors.print(
+                f"  batch {result['batch']}, context {result['context']}: "
+                f"{result['tokens_per_second']:.0f} tokens/s (load {result['load_seconds']:.0f} s, "
+                f"prefill {result['prefill_seconds']:.0f} s)"
+            )
+            if "profile_error" in result:
+                errors.print(f"  no profile: {result['profile_error']}", markup=False)
+        if failure is not None:
+            fail(failure)
         add_ratios(results)
         if json_file is not None:
             try:
@@ -874,7 +956,8 @@ def run_engine(
                 fail(str(error))
     if results:
         what = options.preset if options.model is None else options.model.name
-        title = f"{what}, batch {options.batch}, {options.context} tokens, γ = {options.gamma}"
+        batches, contexts = (",".join(map(str, v)) for v in (options.batches, options.contexts))
+        title = f"{what}, batch {batches}, {contexts} tokens, γ = {options.gamma}"
         if options.share_prompt:
             title += ", shared prompt (KV blocks shared: not what real traffic reads)"
         console.print(make_table(title, results))

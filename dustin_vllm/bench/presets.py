@@ -32,12 +32,18 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Preset:
-    """A target, its draft, and how many layers x heads of each score by default."""
+    """A target, its draft, and how many layers x heads of each score by default.
+
+    The rest are defaults of ``dustin bench engine``, see there.
+    """
 
     target: ModelShape
     draft: ModelShape
     target_scoring: tuple[int, int] = (1, 4)
     draft_scoring: tuple[int, int] = (3, 4)
+    batches: tuple[int, ...] = (16,)
+    budgets: tuple[int, ...] = (512,)
+    fill_kv: bool = False
 
 
 QWEN_72B = ModelShape(80, 64, 8, 128, 8192, 29568, 152064)
@@ -47,7 +53,20 @@ QWEN_05B = ModelShape(24, 14, 2, 64, 896, 4864, 151936, tied=True)
 PRESETS = {
     "72b": Preset(QWEN_72B, QWEN_05B),
     "7b": Preset(QWEN_7B, QWEN_05B),
+    # The paper's own measurement: four GPUs, --tp 4.
+    "paper-72b": Preset(
+        QWEN_72B, QWEN_05B, batches=(16, 32), budgets=(512, 256, 128), fill_kv=True
+    ),
 }
+
+
+def divisible(shape: ModelShape, ranks: int) -> ModelShape:
+    """The shape with so many more heads that ``ranks`` divide them, as stock vLLM demands of a
+    draft; the head_dim stays, so the model gets wider."""
+    heads = -(-shape.heads // ranks) * ranks
+    while heads % shape.kv_heads:
+        heads += ranks
+    return replace(shape, heads=heads, hidden=heads * shape.head_dim)
 
 
 def parse_shape(text: str, layers: int) -> ModelShape:
@@ -129,25 +148,32 @@ def model_config(shape: ModelShape, layers: int | None = None, vocab: int | None
 
 
 def write_models(
-    preset: Preset, folder: Path, layers: int | None = None, draft_vocab: int | None = None
-) -> tuple[Path, Path]:
+    preset: Preset,
+    folder: Path,
+    layers: int | None = None,
+    draft_vocab: int | None = None,
+    ranks: int = 1,
+) -> tuple[Path, Path, Path]:
     """Folders of the preset's target and draft, with a config.json and nothing else.
 
     Args:
         layers: of the target; fewer than the real model's let it fit one GPU.
         draft_vocab: None: the target's, because stock vLLM refuses a draft with another.
+        ranks: tensor-parallel ranks; stock vLLM gets a draft whose heads they divide.
 
     Returns:
-        (target folder, draft folder).
+        (target folder, draft folder, the draft's folder for stock vLLM).
     """
     draft = replace(preset.draft, vocab=draft_vocab or preset.target.vocab)
+    stock = draft if draft.heads % ranks == 0 else divisible(draft, ranks)
     folders = []
     for name, config in (
         ("target", model_config(preset.target, layers)),
         ("draft", model_config(draft)),
+        (f"draft-{stock.heads}", model_config(stock)),
     ):
         path = folder / name
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         folders.append(path)
-    return folders[0], folders[1]
+    return folders[0], folders[1], folders[1] if stock is draft else folders[2]
