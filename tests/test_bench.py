@@ -192,6 +192,20 @@ if importlib.util.find_spec("matplotlib"):
     bench.plot(options, [result], PLOT)
 """
 
+# Keys of one head lie together in an HND cache; what is computed is the same.
+HND = """
+import dataclasses
+other = dataclasses.replace(options, layout="HND", granularities=("block",))
+other = bench.make_batch(other, 2, 2, 1, torch.device("cpu"))
+assert other.caches[0].shape == batch.caches[0].shape
+assert other.caches[0].stride(2) > other.caches[0].stride(1)
+found = bench.measure(other, 1e12)
+assert not bench.refusal([found]), bench.refusal([found])
+(block,) = found["sparse"]
+assert "HND" in block["kernels"]["xformers"]["unavailable"]
+assert 0 < block["kernels"]["triton"]["error"] < bench.TOLERANCE
+assert abs(found["sparse"][0]["error"]) < bench.TOLERANCE
+"""
 
 REFUSAL = """
 call = bench.dense_call(batch, 3)
@@ -237,7 +251,7 @@ def test_attention_benchmark_checks_outputs(tmp_path: Path) -> None:
     plot = tmp_path / "plot.png"
     given = f"BREAK, PLOT = {BREAK}, {str(plot)!r}"
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join((given, ATTENTION_ON_CPU, SOUND, REFUSAL, PEERS))],
+        [sys.executable, "-c", "\n".join((given, ATTENTION_ON_CPU, SOUND, HND, REFUSAL, PEERS))],
         capture_output=True,
         text=True,
         timeout=600,

@@ -63,6 +63,7 @@ class AttentionOptions:
     context: int = 32768
     budgets: tuple[int, ...] = (512, 1024)
     granularities: tuple[str, ...] = ("block", "token")
+    layout: str = "NHD"  # of the KV cache, as in VLLM_KV_CACHE_LAYOUT
     sinks: int = 4
     recent: int = 64
     seconds: float = 0.2  # at least, for every timing
@@ -135,8 +136,10 @@ def make_batch(
     draft_layers = options.draft_scoring[0]
 
     def cache(shape: ModelShape) -> torch.Tensor:
-        size = (rows * blocks + 1, BLOCK, shape.kv_heads, 2 * shape.head_dim)
-        return torch.empty(size, dtype=DTYPE, device=device).normal_()
+        inner = (BLOCK, shape.kv_heads) if options.layout == "NHD" else (shape.kv_heads, BLOCK)
+        size = (rows * blocks + 1, *inner, 2 * shape.head_dim)
+        made = torch.empty(size, dtype=DTYPE, device=device).normal_()
+        return made if options.layout == "NHD" else made.transpose(1, 2)
 
     def queries(number: int, heads: int, head_dim: int) -> torch.Tensor:
         return torch.empty(rows, number, heads, head_dim, dtype=DTYPE, device=device).normal_()

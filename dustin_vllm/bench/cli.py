@@ -74,6 +74,9 @@ def attention(
     context: Annotated[int, typer.Option(min=256, help="Tokens of every sequence.")] = 32768,
     budget: Annotated[str, typer.Option(help="Tokens that a sparse row reads.")] = "512,1024",
     granularity: Annotated[str, typer.Option(help="Units of selection.")] = "block,token",
+    layout: Annotated[
+        str, typer.Option(help="Of the KV cache: NHD, vLLM's default, or HND (blocks only).")
+    ] = "NHD",
     seconds: Annotated[float, typer.Option(min=0.01, help="Duration of every timing.")] = 0.2,
     seed: Annotated[int, typer.Option(help="Of the random data.")] = 0,
     json_file: JsonFile = None,
@@ -105,6 +108,8 @@ def attention(
         raise typer.BadParameter(str(error)) from error
     batches, budgets = numbers(batch, "--batch"), numbers(budget, "--budget")
     granularities = words(granularity, ("block", "token"), "--granularity")
+    if layout not in ("NHD", "HND") or (layout == "HND" and "token" in granularities):
+        raise typer.BadParameter("NHD, or HND with --granularity block", param_hint="--layout")
 
     from rich.console import Console
 
@@ -124,6 +129,7 @@ def attention(
         context=context,
         budgets=budgets,
         granularities=granularities,
+        layout=layout,
         seconds=seconds,
         seed=seed,
     )

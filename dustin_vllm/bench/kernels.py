@@ -43,9 +43,9 @@ class Call:
     def views(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [pages, page, Hkv, D] of a cache [blocks, BLOCK, Hkv, 2 * D].
 
-        At page 1 every cache slot is a page: nothing is copied, NHD rows are contiguous.
+        At page 1, which needs NHD, every cache slot is a page. Nothing is copied.
         """
-        pages = cache.view(-1, self.page, *cache.shape[2:])
+        pages = cache if self.page == BLOCK else cache.view(-1, self.page, *cache.shape[2:])
         head_dim = self.shape.head_dim
         return pages[..., :head_dim], pages[..., head_dim:]
 
@@ -173,6 +173,8 @@ def xformers_attention(call: Call, num_splits: int) -> Callable[[torch.Tensor], 
         return pages.flatten(0, 1)[None, :, :, None].expand(-1, -1, -1, group, -1)
 
     def run(cache: torch.Tensor) -> None:
+        if not cache.is_contiguous():
+            raise Unavailable("it would copy an HND cache")
         keys, values = call.views(cache)
         out = fmha.memory_efficient_attention_forward(
             queries, grouped(keys), grouped(values), mask, scale=head_dim**-0.5, op=operator
