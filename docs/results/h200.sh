@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# The measurements of this folder, on a host with H200 GPUs where vLLM and this package are installed.
+#
+#   h200.sh OUT PART...       parts one after the other; JSON, plots and logs go to OUT
+#
+# CUDA_VISIBLE_DEVICES picks the GPU; MODELS is a folder with qwen2.5-coder-0.5b and its draft.
+# A part that fails does not stop the next ones.
+set -uo pipefail
+out=$(realpath "$1"); shift
+repo=$(realpath "$(dirname "$0")/../..")
+models=${MODELS:-models}
+pair=(--model "$models/qwen2.5-coder-0.5b" --draft "$models/qwen2.5-coder-0.5b-draft")
+cd "$(mktemp -d)" || exit 1
+
+bench() { python3 -m dustin_vllm.cli bench "$@"; }
+engine() { bench engine --json "$out/$1.json" --plot "$out/$1.png" "${@:2}"; }
+code() { # vLLM's own source, a long text of a programming language
+  python3 -c 'import pathlib, vllm
+files = sorted(pathlib.Path(vllm.__file__).parent.rglob("*.py"))
+print("\n".join(f.read_text(errors="replace") for f in files))' > code.txt 2>/dev/null
+}
+
+part_attention() {
+  bench attention --preset 72b --batch 4,16,32 --budget 512,1024 --json "$out/attention-72b-h200.json" --plot "$out/attention-72b-h200.png"
+}
+part_attention_hnd() {
+  bench attention --preset 72b --batch 4,16,32 --budget 512 --granularity block --layout HND --json "$out/attention-72b-hnd-h200.json"
+}
+part_7b() { engine engine-7b-h200 --preset 7b --fill-kv --modes plain,stock,loop,dustin; }
+part_72b() { engine engine-72b-20-layers-h200 --preset 72b --layers 20 --fill-kv --modes plain,stock,dustin; }
+part_7b_long() { # how a step grows with the context
+  engine engine-7b-long-h200 --preset 7b --fill-kv --modes stock,dustin --batch 4 --context 32768,65536,130000 --steps 60
+}
+part_7b_wide() { engine engine-7b-batch-64-h200 --preset 7b --fill-kv --modes plain,stock,dustin --batch 64 --context 8192 --steps 60; }
+part_gate() { # below dense_below every row is dense: what does having the plugin cost?
+  engine engine-7b-gate-h200 --preset 7b --fill-kv --modes stock,lossless,dustin --context 2048 --dustin-json '{"dense_below": 4096}'
+}
+part_pair() {
+  code
+  engine qwen-h200 "${pair[@]}" --text code.txt --modes plain,stock,lossless,dustin --batch 32 --context 16384,24576,28672 --budget 1024 --steps 60
+}
+part_pair_draft_budgets() { # acceptance of drafting sparsely, with dense verification
+  code
+  for budget in 256 512; do
+    engine "qwen-draft-$budget-h200" "${pair[@]}" --text code.txt --modes lossless --batch 32 --context 16384,28672 --budget 1024 --steps 60 --dustin-json "{\"draft_budget\": $budget}"
+  done
+}
+part_tp2_fp8() {
+  engine engine-72b-fp8-tp2-h200 --preset 72b --fill-kv --tp 2 --quantization fp8 --modes plain,dustin,stock --steps 60 --llm-json '{"gpu_memory_utilization": 0.95}'
+}
+part_tp2_bf16() {
+  engine engine-72b-bf16-tp2-h200 --preset 72b --fill-kv --tp 2 --batch 8 --modes plain,dustin,stock --steps 60 --llm-json '{"gpu_memory_utilization": 0.95}'
+}
+part_paper() { # four GPUs
+  engine paper-72b-tp4-h200 --preset paper-72b --tp 4
+}
+part_tests() { # on real weights: outputs equal the reference and stock vLLM's
+  DUSTIN_TEST_MODELS=$models python3 -m pytest "$repo/tests/test_gpu_engine.py" -q -p no:cacheprovider
+}
+part_mixed() { # five minutes of requests of all kinds
+  DUSTIN_TEST_MODELS=$models DUSTIN_TEST_SECONDS=300 python3 -m pytest "$repo/tests/test_gpu_engine.py" -q -s -p no:cacheprovider -k mixed
+}
+part_hnd() { # the other layout of the KV cache
+  VLLM_KV_CACHE_LAYOUT=HND DUSTIN_TEST_MODELS=$models python3 -m pytest "$repo/tests/test_gpu_engine.py" -q -p no:cacheprovider -k 'reference or graphs_and_eager'
+}
+part_two_gpus() { # tensor parallel by both executors; the README's command; needs Ray and openai
+  python3 -m pytest "$repo/tests/test_gpu_parallel.py" -q -p no:cacheprovider
+}
+part_kernels() { python3 -m pytest "$repo/tests/test_triton_kernels.py" -q -p no:cacheprovider; }
+part_sanitizer() { # a few shapes of every kernel; the tool slows them down hundredfold
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python3 -m pytest "$repo/tests/test_triton_kernels.py" -q -x -p no:cacheprovider -k 'layouts or strided_queries or splits_the_budget or narrow_table or gathered'
+}
+
+for part in "$@"; do
+  began=$SECONDS
+  "part_$part" > "$out/$part.log" 2>&1
+  echo "$part: exit code $?, $((SECONDS - began)) s" | tee -a "$out/parts.txt"
+done
