@@ -44,6 +44,7 @@ BUILD_DRAFT = "build_per_group_and_layer_attn_metadata"
 BUILD = "self, common_prefix_len, common_attn_metadata, fast_build=False"
 SIGNATURES = {  # bound class methods show no cls
     f"{RUNNER}.initialize_metadata_builders": "self, kv_cache_config, kernel_block_sizes",
+    f"{RUNNER}._sample": "self, logits, spec_decode_metadata",
     f"{PROPOSER}.propose": "self, num_speculative_tokens, target_token_ids, target_positions, "
     "target_hidden_states, next_token_ids, token_indices_to_sample, common_attn_metadata, "
     "sampling_metadata, mm_embed_inputs=None, num_rejected_tokens_gpu=None, slot_mappings=None",
@@ -87,10 +88,14 @@ vllm.model_executor.layers.attention.attention:Attention impl kv_cache
 {RUNNER} attn_groups device drafter input_batch requests scheduler_config vllm_config
 {BASE} _draft_attn_layer_names draft_attn_groups draft_model_config input_ids max_model_len
 {BASE} _enable_probabilistic_draft_probs _last_draft_probs vllm_config
-{REQUEST} num_tokens output_token_ids sampling_params
+{RUNNER} model_config use_async_scheduling
+{REQUEST} num_tokens output_token_ids prompt_token_ids sampling_params
+vllm.v1.outputs:SamplerOutput sampled_token_ids
+vllm.v1.spec_decode.metadata:SpecDecodeMetadata num_draft_tokens
+vllm.entrypoints.llm:LLM collective_rpc generate
 vllm.v1.core.kv_cache_manager:KVCacheManager cache_blocks coordinator
 vllm.v1.request:Request num_prompt_tokens
-vllm.sampling_params:SamplingParams extra_args
+vllm.sampling_params:SamplingParams extra_args skip_reading_prefix_cache
 {PARALLEL}:GroupCoordinator device_group local_rank rank_in_group world_size
 vllm.v1.worker.gpu_input_batch:InputBatch req_ids
 vllm.v1.worker.utils:AttentionGroup get_metadata_builder layer_names

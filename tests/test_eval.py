@@ -339,6 +339,20 @@ def test_a_budget_that_covers_the_context_loses_nothing(make_llm, target, draft)
 
 
 @pytest.mark.engine
+def test_static_sees_the_prompt_in_spite_of_the_prefix_cache(make_llm, target, draft):
+    found = []
+    for caching in (True, False):
+        llm = make_llm(target, draft, SPARSE, enable_prefix_caching=caching)
+        evaluation = Evaluation(llm, [FORCED[0], FREE], with_oracle=False)
+        evaluation.run(Configuration("dense", 160))
+        result = evaluation.run(Configuration("static", 160))
+        kl = [entry["kl"] for entry in result["forced"][FORCED[0].name]]
+        found.append((result["outputs"], kl))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-4)
+
+
+@pytest.mark.engine
 def test_the_oracle_ranks_by_the_attention_to_come(make_llm, target, draft, monkeypatch):
     llm = make_llm(target, draft, SPARSE)
     sample = FORCED[0]

@@ -259,10 +259,12 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
             points.sort(key=lambda point: point[0])
             budgets = [budget for budget, _ in points]
             label = name[0] if name[1] == "block" else f"{name[0]}, {name[1]}"
-            axis.plot(budgets, [v["mean"] for _, v in points], marker="o", ms=3, label=label)
-            axis.fill_between(
-                budgets, [v["low"] for _, v in points], [v["high"] for _, v in points], alpha=0.1
-            )
+            means = [v["mean"] for _, v in points]
+            lengths = [
+                [max(0.0, v["mean"] - v["low"]) for _, v in points],
+                [max(0.0, v["high"] - v["mean"]) for _, v in points],
+            ]
+            axis.errorbar(budgets, means, lengths, marker="o", ms=3, lw=1, capsize=2, label=label)
             axis.set_xscale("log", base=2)
             axis.set_xticks(budgets, [str(budget) for budget in budgets])
         if base is not None:
