@@ -174,7 +174,7 @@ class DustinRuntime(ABC):
 
         Args:
             block_table: [MB] int32.
-            start, end: positions; ``start`` begins a block.
+            start, end: positions.
 
         Returns:
             [end - start, scoring layers * Hkv, D].

@@ -309,7 +309,7 @@ class CpuRuntime(DustinRuntime):
             .flatten(0, 1)
             for capture in self.target.captures
         ]
-        return torch.cat(keys, dim=1)[: end - start]
+        return torch.cat(keys, dim=1)[start % size :][: end - start]
 
     def verification_queries(self) -> tuple[list[int], torch.Tensor]:
         if not self._to_score:

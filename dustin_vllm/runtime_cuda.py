@@ -736,7 +736,7 @@ class CudaRuntime(DustinRuntime):
             layer.kv_cache[blocks].transpose(1, 2)[..., : layer.impl.head_size].flatten(0, 1)
             for layer, _ in self.scoring_layers()
         ]
-        return torch.cat(keys, dim=1)[: end - start]
+        return torch.cat(keys, dim=1)[start % size :][: end - start]
 
     def verification_queries(self) -> tuple[list[int], torch.Tensor]:
         rows = [i for i, row in enumerate(self.rows) if row.needs_selection]

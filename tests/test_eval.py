@@ -74,7 +74,7 @@ def test_scores_of_single_samples():
 
 # ---- samples ------------------------------------------------------------------------------
 
-FUNCTION = """def total_{0}(values):
+FUNCTION = """def total_of_{0}(values):
     result = 0
     for value in values:
         if value is not None and value >= {0}:
@@ -85,7 +85,11 @@ FUNCTION = """def total_{0}(values):
 """
 SOURCES = Sources(
     prose="\n".join(f"Line {i} tells of the {i * 7 % 97}th of many days." for i in range(400)),
-    code="".join(FUNCTION.format(i) for i in range(60)) + "LAST = 1\n",
+    code="".join(FUNCTION.format(i) for i in range(60))
+    # Names that stand for two functions are not asked for, nor short ones.
+    + 2 * FUNCTION.format(7)
+    + FUNCTION.replace("total_of", "sum").format(8)
+    + "LAST = 1\n",
     facts=tuple(
         (f"Land {i}", (("climate", f"dry, hot and {i}"), ("area", f"{i} square miles")))
         for i in range(40)
@@ -160,7 +164,9 @@ def test_copied_passages_and_edited_functions_stand_far_back():
     for sample in maker().samples("edit", 2048, 4, 64):
         text = bytes(sample.prompt).decode()
         old = re.search(r"# (\w+) again, renamed", text)[1]
-        function = FUNCTION.format(old.removeprefix("total_"))
+        assert old.startswith("total_of_")
+        assert old != "total_of_7"
+        function = FUNCTION.format(old.removeprefix("total_of_"))
         assert function.rstrip() in text[: 2048 * 4 // 5]
         changed = function.replace(old, f"{old}_v2").rstrip() + "\n"
         assert f"def {old}_v2({sample.answer}" == changed

@@ -425,36 +425,47 @@ def test_policies_on_the_cuda_runtime(monkeypatch, fake):
     for i in range(2):
         wanted = torch.cat([fake.target[0][i, [1]], fake.target[1][i]])
         assert torch.equal(step.queries[i], wanted)
-        keys = fake.runtime.scoring_keys(step.block_tables[i], 16, 150)
-        for layer in range(2):
-            expected = fake.keys("target", layer, i, 150)[16:]
-            assert torch.equal(keys[:, 2 * layer : 2 * layer + 2].cpu(), expected)
+        for start in (0, 16, 37):
+            keys = fake.runtime.scoring_keys(step.block_tables[i], start, 150)
+            for layer in range(2):
+                expected = fake.keys("target", layer, i, 150)[start:]
+                assert torch.equal(keys[:, 2 * layer : 2 * layer + 2].cpu(), expected)
     key_heads, scales = fake.runtime.scoring_heads()
     assert key_heads.tolist() == [0, 2, 2, 3, 3]
     assert scales.tolist() == [0.25] * 5
-    # A verification with a rejected draft, under another policy and a larger budget.
-    for name in ("a", "b"):
-        fake.runner.requests[name].num_tokens += 1
+    # Verifications with a rejected draft, under another policy and a larger budget.
     fake.switch(monkeypatch, policy="quest", budget=128)
-    seen, published, rows, kept = fake.select([201, 152], [3, 3], [1, 0])
-    assert [row.dense.value for row in fake.runtime.rows] == ["no_selection"] * 2
-    assert rows == [0, 1]
-    assert torch.equal(kept[1, :, 1:], fake.target[1][3:6])
-    assert seen[0].contexts == [203, 155]
-    for i, context in enumerate((203, 155)):
-        last = [1, 5][i]
-        units = context // unit
-        total = torch.zeros(units)
-        for layer, heads in ((0, [1]), (1, [0, 1, 2, 3])):
-            keys = fake.keys("target", layer, i, units * unit).view(units, unit, 2, HEAD_DIM)
-            for head in heads:
-                query, own = fake.target[layer][last, head].cpu(), keys[:, :, head // 2]
-                bound = torch.maximum(query * own.amin(1), query * own.amax(1)).sum(-1)
-                total += (0.25 * bound).softmax(0)
-        wanted = reference.select_units(
-            total.tolist(), [0.0] * units, context, unit, 128 // unit, 4, 16, "fill", 999, 0.0
-        )
-        assert published[i] == wanted
+    for before, after, reason in (
+        ([201, 152], [203, 155], "no_selection"),
+        ([203, 155], [205, 158], None),  # whose bounds are there but for the latest units
+        ([205, 158], [207, 161], None),
+    ):
+        for name in ("a", "b"):
+            context = before["ab".index(name)]
+            fake.runner.requests[name].num_tokens = context + 1
+            fake.runner.requests[name].output_token_ids = [0] * (
+                context + 1 - {"a": 200, "b": 151}[name]
+            )
+        seen, published, rows, kept = fake.select(before, [3, 3], [1, 0])
+        assert [row.dense and row.dense.value for row in fake.runtime.rows] == [reason] * 2
+        assert rows == [0, 1]
+        assert torch.equal(kept[1, :, 1:], fake.target[1][3:6])
+        assert seen[0].contexts == after
+        for i, context in enumerate(after):
+            last = [1, 5][i]
+            units = context // unit
+            total = torch.zeros(units)
+            for layer, heads in ((0, [1]), (1, [0, 1, 2, 3])):
+                keys = fake.keys("target", layer, i, units * unit)
+                keys = keys.view(units, unit, 2, HEAD_DIM)
+                for head in heads:
+                    query, own = fake.target[layer][last, head].cpu(), keys[:, :, head // 2]
+                    bound = torch.maximum(query * own.amin(1), query * own.amax(1)).sum(-1)
+                    total += (0.25 * bound).softmax(0)
+            wanted = reference.select_units(
+                total.tolist(), [0.0] * units, context, unit, 128 // unit, 4, 16, "fill", 999, 0.0
+            )
+            assert published[i] == wanted
     assert fake.runtime.buffers.groups["target"].selected.shape[1] == 128 // unit
 
 

@@ -42,7 +42,8 @@ PASSAGE = 160  # tokens of a passage that is copied
 MAX_FUNCTION = 240  # tokens of a function that is edited
 _THINGS = ("cellar", "lighthouse", "workshop", "orchard", "harbour office", "tower", "mill", "barn")
 _PLACES = ("Bergen", "Lima", "Osaka", "Cork", "Accra", "Turin", "Dakar", "Riga", "Graz", "Pune")
-_FUNCTION = re.compile(r"^def ([a-z]\w{3,})\((?:.*\n)(?:(?:[ \t].*)?\n)+?(?=\S)", re.M)
+MIN_NAME = 8  # characters of its name: short ones stand for several functions
+_FUNCTION = re.compile(r"^(?=def ([a-z]\w+)\()(.*\n(?:(?:[ \t].*)?\n)+?)(?=\S)", re.M)
 
 
 class EvalError(ValueError):
@@ -306,10 +307,13 @@ class Maker:
 
     def _edit(self, name: str, rng: random.Random, context: int, depth: float, _: int) -> Sample:
         if self._functions is None:
+            every = [found.groups() for found in _FUNCTION.finditer(self.sources.code)]
+            count = Counter(name for name, _ in every)
             self._functions = [
-                (found.group(1), found.group(0).rstrip() + "\n")
-                for found in _FUNCTION.finditer(self.sources.code)
-                if 200 <= len(found.group(0)) <= 4 * MAX_FUNCTION
+                (name, function.rstrip() + "\n")
+                for name, function in every
+                if len(name) >= MIN_NAME and count[name] == 1
+                if 200 <= len(function) <= 4 * MAX_FUNCTION
             ]
         if not self._functions:
             raise EvalError("task edit: no functions in the text; give Python code with --text")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StreamingLLM (arXiv 2309.17453): attention sinks and as many recent units as fit."""
+"""StreamingLLM (arXiv 2309.17453): attention sinks and as many recent units as fit.
+
+Keys keep the positions they were computed at; there, positions count within what is kept.
+"""
 
 from __future__ import annotations
 
