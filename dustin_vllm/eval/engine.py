@@ -197,7 +197,8 @@ class Evaluation:
 
     def _stats(self) -> dict[str, Any]:
         stats = dict(self.llm.collective_rpc("dustin_stats")[0])
-        stats.pop("live_sequences", None)
+        for gauge in ("live_sequences", "selection_tokens"):
+            stats.pop(gauge, None)
         return stats
 
 
