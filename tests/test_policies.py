@@ -357,7 +357,7 @@ class FakePolicyEngine(FakeEngine):
         old = self.settings
         made = old.config.model_copy(update=changes)
         units = made.budget // old.unit
-        target = config.LayerGroup("target", units, units)
+        target = config.LayerGroup("target", units, 0 if made.policy == "history" else units)
         self.settings = dataclasses.replace(old, config=made, target=target)
         monkeypatch.setattr(runtime.config, "resolve", lambda *_: self.settings)
         self.runtime.reconfigure(changes)
@@ -467,6 +467,32 @@ def test_policies_on_the_cuda_runtime(monkeypatch, fake):
             )
             assert published[i] == wanted
     assert fake.runtime.buffers.groups["target"].selected.shape[1] == 128 // unit
+
+
+@pytest.mark.parametrize("fake", [1, 16], indirect=True)
+@pytest.mark.parametrize("policy", ["lookahead", "history"])
+def test_one_signal_on_the_cuda_runtime(monkeypatch, fake, policy):
+    """``step`` compares with the reference; somebody looks on, as ``dustin trace`` does."""
+    fake.switch(monkeypatch, policy=policy, budget=64)
+    seen: list[runtime.Selected] = []
+    fake.runtime.on_selection = seen.append
+    fake.step([200, 151], [1, 1], [0, 0])
+    assert seen[0].contexts == [201, 152]
+    assert seen[0].rows == fake.runtime.rows
+    for i, row in enumerate(fake.runtime.rows):
+        kept = fake.runtime.scores.selections["target"][row.slot.index]
+        assert torch.equal(seen[0].selections[i], kept)
+        scores = getattr(seen[0], policy)[i].cpu()
+        best = int(reference.unit_scores(scores[4:120], 116, 1).argmax()) + 4
+        if fake.settings.unit == 1:  # far from what is protected
+            assert best in kept.tolist()
+    # A row whose context fits the budget has nothing to drop, and is not shown.
+    fake.runner.requests["b"].num_tokens = 61
+    fake.runner.requests["a"].num_tokens = 202
+    seen.clear()
+    fake.step([201, 60], [3, 3], [0, 2])
+    assert seen[0].contexts == [204]
+    assert seen[0].rows == fake.runtime.rows[:1]
 
 
 @pytest.mark.parametrize("fake", [16], indirect=True)
