@@ -501,3 +501,10 @@ def test_draft_graphs_bind_the_settings(monkeypatch, fake):
     fake.runtime.settings = dataclasses.replace(fake.settings, config=DustinConfig())
     with pytest.raises(ConfigError, match="start with draft_graphs=false"):
         fake.runtime.reconfigure({"policy": "streaming"})
+    captured: list[int] = []
+    monkeypatch.setattr(fake.runtime._graphs, "capture", captured.append)
+    fake.runtime.capture_drafting(6)
+    assert captured == [2]
+    fake.runtime.policy = object()  # ranks in torch, with the host
+    fake.runtime.capture_drafting(6)
+    assert captured == [2]

@@ -249,26 +249,42 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
         rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False, layout="constrained"
     )
     flat = axes.flatten().tolist()
+    # One colour a policy in all panels, and a little aside, so that intervals stay apart.
+    kinds = [(e["policy"], e["granularity"]) for _, entries, _ in panels for e, _ in entries]
+    names = list(dict.fromkeys(kinds))
+    shown: dict[str, Any] = {}
     for axis, (title, entries, base) in zip(flat, panels, strict=False):
-        for name in dict.fromkeys((e["policy"], e["granularity"]) for e, _ in entries):
+        budgets = sorted({entry["budget"] for entry, _ in entries})
+        for place, name in enumerate(names):
             points = [
-                (e["budget"], value)
+                (e["budget"] * 1.03 ** (place - len(names) / 2), value)
                 for e, value in entries
                 if (e["policy"], e["granularity"]) == name
             ]
+            if not points:
+                continue
             points.sort(key=lambda point: point[0])
-            budgets = [budget for budget, _ in points]
-            label = name[0] if name[1] == "block" else f"{name[0]}, {name[1]}"
-            means = [v["mean"] for _, v in points]
             lengths = [
                 [max(0.0, v["mean"] - v["low"]) for _, v in points],
                 [max(0.0, v["high"] - v["mean"]) for _, v in points],
             ]
-            axis.errorbar(budgets, means, lengths, marker="o", ms=3, lw=1, capsize=2, label=label)
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(budgets, [str(budget) for budget in budgets])
+            label = name[0] if name[1] == "block" else f"{name[0]}, {name[1]}"
+            shown[label] = axis.errorbar(
+                [x for x, _ in points],
+                [v["mean"] for _, v in points],
+                lengths,
+                color=f"C{place}",
+                marker="o",
+                ms=3,
+                lw=1,
+                capsize=2,
+            )
         if base is not None:
-            axis.axhline(base, color="black", lw=0.8, ls="--", label=DENSE)
+            shown[DENSE] = axis.axhline(base, color="black", lw=0.8, ls="--")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(budgets, [str(budget) for budget in budgets])
+        axis.set_xlim(budgets[0] / 1.4, budgets[-1] * 1.4)
+        axis.minorticks_off()
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("budget, tokens")
         axis.grid(alpha=0.3)
@@ -285,8 +301,10 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
         axis.set_xlabel("tokens verified before")
         axis.legend(fontsize=6)
         axis.grid(alpha=0.3)
-    if panels:
-        flat[0].legend(fontsize=7)
+    if shown:
+        figure.legend(
+            list(shown.values()), list(shown), loc="outside lower center", ncols=5, fontsize=8
+        )
     for axis in flat[count:]:
         axis.set_visible(False)
     figure.savefig(path, dpi=150)
