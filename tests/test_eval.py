@@ -641,6 +641,13 @@ def test_an_evaluation_that_ran_out_of_time_is_resumed(pair, tmp_path):
     assert table["dustin", "drift"]["kl"]["mean"] > 1e-4 > table["dense", "drift"]["kl"]["mean"]
     assert table["oracle", "continuation"]["sparse"] == 1
     assert figure.read_bytes().startswith(b"\x89PNG")
+    # With nothing left to do no engine starts, and the tables are shown.
+    written = file.read_text()
+    again = command(pair, *chosen, "--policies", "dustin,oracle")
+    assert again.exit_code == 0
+    assert "known continuations" in again.output
+    assert "loaded in" not in again.output
+    assert file.read_text() == written
     # Of other samples nothing is kept.
     other = command(pair, *chosen, "--policies", "quest", "--seed", "1")
     assert other.exit_code == 2

@@ -384,6 +384,7 @@ def evaluate(
             data[name] = before[name]
         known = [Configuration(**entry["configuration"]) for entry in data["configurations"]]
         wanted = [entry for entry in wanted if entry not in known]
+        report.summarise(data)
         tell(f"{len(known)} configurations are done")
     by_name = {sample.name: sample for sample in samples}
     jobs = make_jobs(options, samples, max_model_len, wanted) if wanted else []
