@@ -244,7 +244,8 @@ class CpuRuntime(DustinRuntime):
         rejected = dict.fromkeys(Mode, 0)
         if num_rejected is not None:
             for row, tokens in zip(self.rows, num_rejected.tolist(), strict=False):
-                rejected[row.mode] += tokens
+                # vLLM pads a prompt's last token to the length of a verification, and rejects that.
+                rejected[row.mode] += tokens * row.verifies
         self.count_verified(rejected)
 
     def begin_draft_pass(self, rows: torch.Tensor | None) -> None:

@@ -47,7 +47,9 @@ ACCEPTANCE_EVERY = 8  # steps; see CudaRuntime._count_verified
 FULL = 0.8  # pairs of row and key head per multiprocessor, from which splitting does not pay
 ATTENTION_PARTS = 1024  # programs of our kernel that may hold a part of a row at once
 # Rows of Buffers.row_info: flags, and the slot in SequenceScores.
-VERIFY_SPARSELY, SLOT, NEEDS_SELECTION, DRAFT_SPARSELY = range(4)
+VERIFY_SPARSELY, SLOT, NEEDS_SELECTION, DRAFT_SPARSELY, ACCEPTANCE = range(5)
+# Values of ACCEPTANCE, places in Buffers.rejected.
+OF_DENSE, OF_SPARSE, OF_NONE = range(3)
 
 
 def token_pages(kv_cache: torch.Tensor) -> torch.Tensor:
@@ -127,7 +129,7 @@ class Buffers:
 
     settings: Settings
     max_rows: int
-    row_info: torch.Tensor  # [4, R] int32: VERIFY_SPARSELY and so on
+    row_info: torch.Tensor  # [5, R] int32: VERIFY_SPARSELY and so on
     row_info_host: torch.Tensor  # the same, pinned
     contexts: torch.Tensor  # [R] int32
     verified: torch.Tensor  # [R] int32, contexts of this step's verification
@@ -140,7 +142,7 @@ class Buffers:
     attention: dict[str, AttentionWorkspace]  # by model; of the Triton kernel, if it is used
     scoring: dict[str, ScoringWorkspace]  # by what is scored, where this rank has scoring heads
     recovery: torch.Tensor  # [2] fp32: sum, samples
-    rejected: torch.Tensor  # [2] int64: draft tokens of dense and of sparse rows
+    rejected: torch.Tensor  # [3] int64: draft tokens, by ACCEPTANCE of their rows
 
     def num_bytes(self) -> int:
         """Device memory of all buffers."""
@@ -185,9 +187,9 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
     buffers = Buffers(
         settings=settings,
         max_rows=rows,
-        row_info=zeros(4, rows),
+        row_info=zeros(5, rows),
         row_info_host=torch.zeros(
-            4, rows, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+            5, rows, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         ),
         contexts=zeros(rows),
         verified=zeros(rows),
@@ -216,7 +218,7 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
         draft_inputs=draft_inputs(rows, gamma, -(-context // settings.block_size), device),
         attention=_attention_workspaces(vllm_config, settings, rows, device),
         recovery=zeros(2, dtype=torch.float32),
-        rejected=zeros(2, dtype=torch.int64),
+        rejected=zeros(3, dtype=torch.int64),
         scoring={},
     )
     buffers.scoring = _scoring_workspaces(vllm_config, buffers, device)
@@ -397,7 +399,7 @@ class CudaRuntime(DustinRuntime):
         self._last_queries = torch.empty(0)  # [R, scoring heads, D], of the last confirmed token
         pinned = runner.device.type == "cuda"
         self._recovery_host = torch.zeros(2, device="cpu", pin_memory=pinned)
-        self._rejected_host = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self._rejected_host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._proposals = 0
         logger.info("Dustin: %.0f MiB of device buffers", self.buffers.num_bytes() / 2**20)
 
@@ -406,9 +408,8 @@ class CudaRuntime(DustinRuntime):
         self.counters.recovery_sum, self.counters.recovery_samples = total, int(samples)
         stats = super().stats()
         # The counters hold drafts that were verified; how many were rejected the device knows.
-        for mode, rejected in zip(
-            (Mode.DENSE, Mode.SPARSE), self._rejected_host.tolist(), strict=True
-        ):
+        *known, _ = self._rejected_host.tolist()
+        for mode, rejected in zip((Mode.DENSE, Mode.SPARSE), known, strict=True):
             if mode.value in stats["verified_tokens"]:
                 stats["verified_tokens"][mode.value] -= rejected
         return stats
@@ -531,6 +532,7 @@ class CudaRuntime(DustinRuntime):
                 row.slot.index,
                 row.needs_selection,
                 row.drafts_sparsely,
+                (OF_SPARSE if row.dense is None else OF_DENSE) if row.verifies else OF_NONE,
             )
         # vLLM prepares a step's inputs, this among them, only after the copies of the step
         # before have ended (GPUModelRunner.synchronize_input_prep), so the host may write again.
@@ -781,9 +783,8 @@ class CudaRuntime(DustinRuntime):
             return
         self.count_verified({})
         buffers, num_reqs = self.buffers, len(self.rows)
-        # Rows without drafts reject none.
         buffers.rejected.index_add_(
-            0, buffers.row_info[VERIFY_SPARSELY, :num_reqs], num_rejected[:num_reqs].long()
+            0, buffers.row_info[ACCEPTANCE, :num_reqs], num_rejected[:num_reqs].long()
         )
         self._rejected_host.copy_(buffers.rejected, non_blocking=True)  # read when it is there
 
