@@ -29,8 +29,17 @@ from dustin_vllm.runtime_cpu import CpuRuntime
 
 pytestmark = pytest.mark.engine
 
-common = dict(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
-settings.register_profile("ci", max_examples=45, derandomize=True, database=None, **common)
+common: dict[str, Any] = dict(
+    deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+)
+settings.register_profile(
+    "ci",
+    max_examples=45,
+    derandomize=True,
+    database=None,
+    phases=(Phase.explicit, Phase.generate),  # a failure is made short by the long profile
+    **common,
+)
 settings.register_profile("long", max_examples=3000, **common)
 PROFILE = settings.get_profile("long" if os.environ.get("DUSTIN_FUZZ") == "long" else "ci")
 
@@ -246,7 +255,7 @@ def test_random_schedules(watched, expected):
     mode, llm, watch = watched
     finished = 0
 
-    @settings(PROFILE, phases=(Phase.explicit, Phase.generate, Phase.shrink))
+    @settings(PROFILE)
     @given(st.lists(events, min_size=20, max_size=60))
     def run(schedule: list[tuple[Any, ...]]) -> None:
         nonlocal finished

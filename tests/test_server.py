@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 from conftest import GAMMA, VOCAB
 from openai import OpenAI
+from test_metrics import queried
 
 pytestmark = pytest.mark.engine
 
@@ -37,7 +39,10 @@ def add_tokenizer(path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     fast.save_pretrained(path)
 
 
@@ -63,7 +68,7 @@ def client(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) 
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "4"]
     command += ["--kv-cache-memory-bytes", str(1 << 28), "--attention-backend", "DUSTIN"]
-    command += ["--speculative-config", json.dumps(speculative)]
+    command += ["--speculative-config", json.dumps(speculative), "--enable-prompt-tokens-details"]
     settings = {"dustin": {"budget": 160, "recent": 32, "dense_below": 0}}
     command += ["--additional-config", json.dumps(settings)]
     # The usual way to run: an engine core and a worker, both spawned.
@@ -150,6 +155,87 @@ def test_several_requests_at_once_and_an_abort_in_mid_stream(client):
     assert ask(3) == answers[3]  # the server goes on, with the same result
 
 
+def metrics(client: OpenAI) -> dict[str, float]:
+    """The server's metrics, by sample with its labels but for vLLM's own two."""
+    url = str(client.base_url).replace("/v1/", "/metrics")
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name.replace('engine="0",model_name="tiny"', ""): float(n) for name, n in pairs}
+
+
+def test_a_client_that_hangs_up_leaves_nothing_behind(client):
+    def wait_for(running: int) -> None:
+        deadline = time.monotonic() + 60
+        while metrics(client)["vllm:num_requests_running{}"] != running:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    wait_for(0)
+    with client.completions.create(
+        model="tiny", prompt=TEXT, max_tokens=1500, stream=True, **OPTIONS
+    ) as stream:
+        next(iter(stream))
+        wait_for(1)
+    wait_for(0)
+    time.sleep(1)  # counters are published every half second
+    client.completions.create(model="tiny", prompt="a", max_tokens=1, **OPTIONS)
+    values = metrics(client)
+    assert values["vllm:dustin_live_sequences"] == 0
+    assert values["vllm:kv_cache_usage_perc{}"] == 0
+
+
+def test_the_same_request_id_again(client):
+    """Twice at once, too: vLLM gives every request an id of its own."""
+
+    def ask(_: int) -> str:
+        answer = client.completions.create(
+            model="tiny",
+            prompt=TEXT,
+            max_tokens=16,
+            extra_headers={"X-Request-Id": "the same"},
+            **OPTIONS,
+        )
+        return answer.choices[0].text
+
+    with ThreadPoolExecutor(2) as pool:
+        assert len({*pool.map(ask, range(2)), ask(2)}) == 1
+
+
+@pytest.mark.parametrize("wanted", ["sparse", "dense"])
+def test_turns_of_a_chat(client, wanted):
+    """Every turn finds the prompts of the turns before in the prefix cache, but not what was
+    generated, and says what a server would say that has never seen any of it."""
+    asked = {"ignore_eos": True, "vllm_xargs": {"dustin": wanted}}
+    # Text that means the same tokens when it comes back.
+    asked["structured_outputs"] = {"regex": "[a-z ]{70}"}
+
+    def say(messages: list[dict[str, str]], salt: str):
+        return client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_tokens=70,
+            temperature=0,
+            extra_body={**asked, "cache_salt": salt},
+        )
+
+    messages = [{"role": "user", "content": TEXT}]
+    known = 0
+    for turn in range(3):
+        answer = say(messages, f"this chat, {wanted}")
+        found = answer.usage.prompt_tokens_details
+        cached = 0 if found is None else found.cached_tokens
+        assert cached == known // 32 * 32
+        fresh = say(messages, f"nobody has said this, {wanted} {turn}")
+        again = fresh.usage.prompt_tokens_details
+        assert again is None or not again.cached_tokens
+        text = answer.choices[0].message.content
+        assert len(text) == 70
+        assert text == fresh.choices[0].message.content
+        known = answer.usage.prompt_tokens
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+
+
 def test_a_bad_request_is_refused_and_the_server_goes_on(client):
     from openai import BadRequestError
 
@@ -174,17 +260,14 @@ def test_an_exact_request_and_one_that_asks_for_nonsense(client):
 
 
 def test_what_it_does_is_seen_in_the_metrics(client):
-    import urllib.request
-
     time.sleep(1)
     client.completions.create(model="tiny", prompt=TEXT, max_tokens=8, **OPTIONS)
-    url = str(client.base_url).replace("/v1/", "/metrics")
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-
-    def value(start: str) -> float:
-        return float(next(line for line in lines if line.startswith(start)).split()[-1])
-
-    assert value("vllm:spec_decode_num_accepted_tok") > 0
-    assert value("vllm:dustin_sparse_rows_total") > 0
-    assert value('vllm:dustin_dense_rows_total{reason="requested"}') > 0
+    values = metrics(client)
+    assert values["vllm:spec_decode_num_accepted_tokens_total{}"] > 0
+    assert values["vllm:dustin_sparse_rows_total"] > 0
+    assert values['vllm:dustin_dense_rows_total{reason="requested"}'] > 0
+    for mode in ("sparse", "dense"):
+        rows = values[f'vllm:dustin_verifications_total{{mode="{mode}"}}']
+        assert rows <= values[f'vllm:dustin_verified_tokens_total{{mode="{mode}"}}']
+    names = {name.split("{")[0] for name in values}
+    assert {f"vllm:{name}" for name in queried()} <= names  # what the dashboard shows exists
