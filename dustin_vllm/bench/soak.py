@@ -333,9 +333,9 @@ class Tally:
 BAD_REQUESTS: dict[str, tuple[dict[str, Any], int]] = {
     "too long": ({"prompt": "a b c d e f g h " * 300_000}, 400),
     "negative max_tokens": ({"max_tokens": -1}, 400),
-    "temperature too high": ({"temperature": 1e9}, 400),
+    "negative temperature": ({"temperature": -1}, 400),
     "unknown model": ({"model": "another"}, 404),
-    "no prompt": ({"prompt": []}, 400),
+    "no prompt": ({"prompt": ""}, 400),
     "unknown mode": ({"vllm_xargs": {"dustin": "exact"}}, 400),
 }
 
