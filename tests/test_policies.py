@@ -486,11 +486,13 @@ def test_one_signal_on_the_cuda_runtime(monkeypatch, fake, policy):
         best = int(reference.unit_scores(scores[4:120], 116, 1).argmax()) + 4
         if fake.settings.unit == 1:  # far from what is protected
             assert best in kept.tolist()
-    # A row whose context fits the budget has nothing to drop, and is not shown.
-    fake.runner.requests["b"].num_tokens = 61
+    # A row that rejected drafts bring back to the budget has nothing to drop, and is not shown.
+    context = 61 + fake.settings.unit
+    fake.runner.requests["b"].num_tokens = context + 1
     fake.runner.requests["a"].num_tokens = 202
     seen.clear()
-    fake.step([201, 60], [3, 3], [0, 2])
+    fake.step([201, context], [3, 3], [0, 2])
+    assert fake.runtime.rows[1].needs_selection
     assert seen[0].contexts == [204]
     assert seen[0].rows == fake.runtime.rows[:1]
 
