@@ -178,7 +178,7 @@ def name_facts():
 
 def contract_our_methods_override_what_exists_and_take_what_vllm_passes():
     gone = {"use_cascade_attention"} if resolve_name("vllm:__version__") != VERSION else set()
-    gone |= {"one_rank", "draft", "_finish"}  # our own
+    gone |= {"one_rank", "draft", "_finish", "_compare_replicas"}  # our own
     modules = [f"dustin_vllm.{name}" for name in ("proposer", "backend_cpu", "backend_cuda")]
     for ours in [value for module in modules for value in vars(resolve_name(module)).values()]:
         if inspect.isclass(ours) and ours.__module__.startswith("dustin_vllm."):
