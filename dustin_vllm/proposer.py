@@ -68,9 +68,12 @@ class DustinProposer(DraftModelProposer):
 
     def _compare_replicas(self, own: torch.Tensor, first: torch.Tensor) -> None:
         """Count the drafts [R, gamma] of this rank that are not those of the first rank."""
+        if self.runtime is None:
+            return
         different = int((own != first).sum())
-        if different and self.runtime is not None:
-            self.runtime.counters.replica_mismatches += different
+        self.runtime.counters.replicas_compared += 1
+        self.runtime.counters.replica_mismatches += different
+        if different:
             logger.debug("Dustin: %d drafts of this rank's replica differ", different)
 
     def dummy_run(

@@ -128,7 +128,8 @@ class Counters:
     recovery_sum: float = 0.0
     recovery_samples: int = 0
     scoring_seconds: float = 0.0  # CPU only
-    replica_mismatches: int = 0  # drafts, looked for with debug logging only
+    replicas_compared: int = 0  # steps; with debug logging, outside of graphs
+    replica_mismatches: int = 0  # drafts in which a rank's whole draft differs from the first's
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import engine_args, run_python, tokens, write_tiny_qwen2
+
+from dustin_vllm.proposer import DustinProposer
+from dustin_vllm.state import Counters
 
 pytestmark = pytest.mark.engine
 
@@ -43,7 +48,9 @@ if __name__ == "__main__":
 """
 
 
-def generate_in_child(target, draft, dustin, ranks: int, draft_ranks: int | None = None) -> dict:
+def generate_in_child(
+    target, draft, dustin, ranks: int, draft_ranks: int | None = None, **env: str
+) -> dict:
     args = engine_args(target, draft, dustin, tensor_parallel_size=ranks)
     if draft_ranks is not None:
         args["speculative_config"]["draft_tensor_parallel_size"] = draft_ranks
@@ -53,6 +60,7 @@ def generate_in_child(target, draft, dustin, ranks: int, draft_ranks: int | None
         VLLM_CPU_OMP_THREADS_BIND="|".join("01"[:ranks]),
         VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # a function as a remote call
         VLLM_PLUGINS="dustin",
+        **env,
     )
     line = next(line for line in out.splitlines() if "RESULT " in line)
     return json.loads(line.split("RESULT ", 1)[1])
@@ -65,8 +73,10 @@ def assert_same(two: dict, one: dict) -> None:
         assert counts["sparse_rows"] == one["stats"][0]["sparse_rows"] > 20
 
 
-@pytest.mark.parametrize("aggregate", ["mean", "max"])
-def test_two_ranks_select_and_write_what_one_does(target, draft, aggregate):
+@pytest.mark.parametrize(("aggregate", "kv_heads"), [("mean", 2), ("max", 2), ("mean", 1)])
+def test_two_ranks_select_and_write_what_one_does(target, draft, tmp_path, aggregate, kv_heads):
+    if kv_heads == 1:  # vLLM gives both ranks the same key head
+        target = write_tiny_qwen2(tmp_path / "target", layers=4, kv_heads=1)
     dustin = {"budget": 160, "recent": 32, "aggregate": aggregate, **HEADS}
     one = generate_in_child(target, draft, dustin, 1)
     assert_same(generate_in_child(target, draft, dustin, 2), one)
@@ -80,4 +90,16 @@ def test_a_draft_whose_heads_do_not_divide_runs_whole_on_every_rank(target, tmp_
         with pytest.raises(AssertionError, match=r"attention heads \(3\) must be divisible"):
             generate_in_child(target, draft, None, 2)
     one = generate_in_child(target, draft, dustin, 1)
-    assert_same(generate_in_child(target, draft, dustin, 2, asked), one)
+    two = generate_in_child(target, draft, dustin, 2, asked, VLLM_LOGGING_LEVEL="DEBUG")
+    assert_same(two, one)
+    for counts in two["stats"]:  # debug logging compares the replicas
+        assert counts["replicas_compared"] > 10
+        assert counts["replica_mismatches"] == 0
+
+
+def test_drafts_of_replicas_that_differ_are_counted():
+    proposer = DustinProposer.__new__(DustinProposer)
+    proposer.runtime = SimpleNamespace(counters=Counters())
+    proposer._compare_replicas(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]]))
+    counters = proposer.runtime.counters
+    assert (counters.replicas_compared, counters.replica_mismatches) == (1, 1)
