@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dustin_vllm import metrics
-from dustin_vllm.state import Counters, DenseReason, LoopReason
+from dustin_vllm.runtime import Row
+from dustin_vllm.runtime_cpu import CpuRuntime
+from dustin_vllm.state import Counters, DenseReason, LoopReason, Slot
 
 DASHBOARD = Path(__file__).resolve().parent.parent / "docs" / "grafana-dashboard.json"
 # vLLM's own metrics that the dashboard queries; test_server.py finds them on a real server.
@@ -110,3 +113,24 @@ def test_a_line_of_the_log_says_what_happened():
     line = metrics.log_line(counters.as_dict(), before)
     assert line.startswith("6 of 8 verification rows sparse, 25.0% of KV read; dense rows: 2 refr")
     assert metrics.log_line(counters.as_dict(), counters.as_dict()) == ""
+
+
+def test_a_prompt_that_vllm_pads_counts_for_no_mode():
+    """Its padding looks like drafts that were rejected."""
+    runtime = object.__new__(CpuRuntime)
+    runtime.counters = Counters()
+
+    def row(dense: DenseReason | None, drafts: int) -> Row:
+        return Row(Slot(0), None, 50, 51 + drafts, dense, False, True)
+
+    runtime.rows = [
+        row(None, 4),
+        row(DenseReason.PREFILL, 4),
+        row(DenseReason.SHORT_CONTEXT, 2),
+        row(DenseReason.NO_SELECTION, 0),
+    ]
+    runtime._count_verified(torch.tensor([1, 4, 2, 0]))
+    assert runtime.counters.verifications == {"sparse": 1, "dense": 1}
+    assert runtime.counters.verified_tokens == {"sparse": 4, "dense": 1}
+    runtime._count_verified(None)  # nothing was drafted before: nothing was rejected
+    assert runtime.counters.verified_tokens == {"sparse": 9, "dense": 4}
