@@ -462,10 +462,11 @@ def attach(runner: Any) -> None:
     drafter.runtime = runtime
     drafter.draft_attn_groups[0].get_metadata_builder().draft_runtime = runtime
     builder.runtime = runtime
+    first_deep = selection.first_deep_layer(len(target_layers))
     for index, layer in target_layers.items():
         # Read by the backends: which of the two tables the layer reads, see
         # selection.share_by_depth.
-        layer.impl.deep = settings.deep is not None and index >= len(target_layers) // 2
+        layer.impl.deep = settings.deep is not None and index >= first_deep
     for group in groups:
         if group is not target_groups[0]:
             group.get_metadata_builder().draft_only = True

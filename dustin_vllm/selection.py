@@ -95,6 +95,11 @@ def compact(
     return compacted_table, compacted_lens
 
 
+def first_deep_layer(num_layers: int) -> int:
+    """Index of the first target layer that reads the deep selection (merge "split")."""
+    return num_layers // 2
+
+
 def share_by_depth(built: Any, planned: Any) -> Any:
     """Let deep layers read a block table of their own (merge "split").
 

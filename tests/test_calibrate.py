@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from dustin_vllm.config import (
     PairShape,
     Profile,
     ScoringLayer,
+    Settings,
     load_profile,
 )
 
@@ -99,6 +101,24 @@ def test_recorded_queries_give_the_models_attention(
         found = probabilities(done.queries[layer], done.keys[layer, :, :153], done.scales[layer])
         expected = weights[layer][0, :, 150:153, :153].transpose(0, 1)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_deep_layers_read_a_selection_of_their_own() -> None:
+    generator = torch.Generator().manual_seed(0)
+    length, width, context = 100, 5, 95
+    queries, keys, values = (torch.randn(length, n, 8, generator=generator) for n in (4, 2, 2))
+    cached = tuple(t[:context].transpose(0, 1)[None].repeat(3, 1, 1, 1) for t in (keys, values))
+    first, deep = [0, 1], [3, 4]
+    kept = [policies.kept_positions(torch.tensor(chosen), context, 16) for chosen in (first, deep)]
+    plan = attention.SparseRows([cached], [kept[0]], [kept[1]], first_deep=1)
+    for layer, chosen in ((0, first), (1, deep), (2, deep)):
+        found = plan.attend(
+            layer, *(t[-width:].transpose(0, 1)[None] for t in (queries, keys, values)), 0.3
+        )
+        expected = reference.sparse_attention(
+            queries[-width:], keys, values, 0.3, chosen, context, 16
+        )
+        torch.testing.assert_close(found[0].transpose(0, 1), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("unit", [1, 16, 32])
@@ -231,6 +251,170 @@ def test_selections_are_those_of_the_package(
         assert chosen.tolist() == expected
 
 
+def settings_of(pair: tuple[Model, Model], unit: int = 16, **wanted: Any) -> Settings:
+    return policies.settings_for(config(**wanted), unit, GAMMA, pair[0].shape, pair[1].shape)
+
+
+def best_by(scores: Scores, index: int, tokens_: torch.Tensor, dilation: int = 0) -> list[int]:
+    """8 blocks of 16: protected ones and the best by one signal."""
+    context = scores.items[index].context
+    units = reference.unit_scores(tokens_, context, 16, dilation).tolist()
+    return reference.select_units(units, units, context, 16, 8, 4, 16, "fill", 8, 0)
+
+
+def test_split_selects_by_lookahead_and_for_deep_layers_by_history(
+    scores: Scores, pair: tuple[Model, Model]
+) -> None:
+    settings = settings_of(pair, budget=128, merge="split")
+    first, deep = policies.select_groups(scores, settings)
+    other_first, other_deep = policies.select_groups(scores, policies.mirrored(settings))
+    assert deep is not None
+    assert other_deep is not None
+    for index in range(len(scores.items)):
+        lookahead = policies.lookahead_scores(scores, index, settings.draft_heads, "mean")
+        history = policies.history_scores(scores, index, settings.target_heads, "mean")
+        by_lookahead = best_by(scores, index, lookahead)
+        by_history = best_by(scores, index, history, GAMMA + 1)
+        assert by_lookahead != by_history
+        for found, expected in (
+            *((first, by_lookahead), (deep, by_history)),
+            *((other_first, by_history), (other_deep, by_lookahead)),
+        ):
+            chosen = found[index]
+            assert chosen is not None
+            assert chosen.tolist() == expected
+    # One signal, or none, selects for all layers.
+    shared = settings_of(pair, budget=128)
+    for signal in ("history", "lookahead", "oracle", "protected"):
+        alone, none = policies.select_groups(scores, settings, signal)
+        assert none is None
+        assert str(alone) == str(policies.select(scores, shared, signal))
+    assert policies.select_groups(scores, shared)[1] is None
+
+
+def layer_attention(scores: Scores, index: int, layer: int) -> torch.Tensor:
+    """[n + gamma + 1]: attention of a step's rows in one target layer, by the reference."""
+    trace, n = scores.traces[scores.items[index].trace], scores.items[index].context
+    rows = slice(trace.rows.index(n), trace.rows.index(n) + GAMMA + 1)
+    keys = trace.target_keys[layer, :, : n + GAMMA + 1].transpose(0, 1)
+    return reference.token_scores(trace.target_queries[layer, rows], keys, 32**-0.5)
+
+
+def test_recovery_of_a_split_is_that_of_each_half_by_its_own_selection(
+    scores: Scores, pair: tuple[Model, Model]
+) -> None:
+    settings = settings_of(pair, budget=128, merge="split")
+    first, deep = policies.select_groups(scores, settings)
+    assert deep is not None
+    found = policies.recovery(scores, first, 16, deep)
+    for index in (0, 4):
+        expected = 0.0
+        for layer in range(4):
+            chosen = (first if layer < 2 else deep)[index]
+            assert chosen is not None
+            expected += reference.attention_recovery(
+                layer_attention(scores, index, layer),
+                chosen.tolist(),
+                scores.items[index].context,
+                16,
+            )
+        assert float(found[index]) == pytest.approx(expected / 4, rel=1e-4)
+    torch.testing.assert_close(
+        policies.recovery(scores, first, 16, first), policies.recovery(scores, first, 16)
+    )
+    everything: policies.Selections = [None] * len(scores.items)
+    half = policies.recovery(scores, everything, 16, deep)
+    assert bool((half > policies.recovery(scores, deep, 16)).all())
+    assert bool((half < 1).all())
+
+
+def test_each_half_has_its_own_oracle(scores: Scores, pair: tuple[Model, Model]) -> None:
+    settings = settings_of(pair, budget=128)
+    first, deep = policies.select_groups(scores, settings, "first half's oracle")
+    assert deep is not None
+    for index in (0, 4):
+        for found, layers in ((first, (0, 1)), (deep, (2, 3))):
+            mass = torch.stack([layer_attention(scores, index, i) for i in layers]).sum(0)
+            chosen = found[index]
+            assert chosen is not None
+            assert chosen.tolist() == best_by(scores, index, mass)
+    shared = policies.recovery(scores, policies.select(scores, settings, "oracle"), 16)
+    assert float(policies.recovery(scores, first, 16, deep).mean()) > float(shared.mean())
+
+
+# ---- rows on which draft and text agree ---------------------------------------------------
+
+
+def test_the_drafts_next_tokens_are_recorded(draft: Path, traces: list[Trace]) -> None:
+    trace = traces[0]
+    with torch.inference_mode():
+        logits = dense_model(draft)(torch.tensor([trace.window.tokens])).logits[0]
+    assert trace.draft_next.tolist() == logits[list(trace.rows)].argmax(-1).tolist()
+
+
+def saying(trace: Trace, right: list[int], context: int) -> Trace:
+    """A trace whose draft predicts the text at the rows ``right`` from the context on only."""
+    said = trace.draft_next.clone()
+    for row in range(GAMMA):
+        token = trace.window.tokens[context + row + 1]
+        said[trace.rows.index(context + row)] = token if row in right else (token + 1) % VOCAB
+    return replace(trace, draft_next=said)
+
+
+@pytest.mark.parametrize(
+    ("right", "agreeing"), [([], 0), ([1, 2, 3], 0), ([0, 1, 3], 2), ([0, 1, 2, 3], 4)]
+)
+@pytest.mark.parametrize("merge", ["fill", "weighted"])
+@pytest.mark.parametrize("aggregate", ["mean", "max"])
+def test_lookahead_of_the_rows_that_agree(
+    traces: list[Trace],
+    pair: tuple[Model, Model],
+    right: list[int],
+    agreeing: int,
+    merge: str,
+    aggregate: str,
+) -> None:
+    n = POSITIONS[1]
+    trace = saying(traces[1], right, n)
+    made = Scores([trace], [Item(0, n)], GAMMA)
+    assert made.agreeing(0) == agreeing
+    settings = settings_of(
+        pair,
+        budget=128,
+        merge=merge,
+        aggregate=aggregate,
+        lookahead_weight=0.9,
+        draft_heads=[{"layer": 1}],
+    )
+    history = policies.history_scores(made, 0, settings.target_heads, aggregate)
+    history_units = reference.unit_scores(history, n, 16, GAMMA + 1).tolist()
+
+    def expected(used: int) -> list[int]:
+        if used == 0:
+            return best_by(made, 0, history, GAMMA + 1)
+        rows = slice(trace.rows.index(n), trace.rows.index(n) + used)
+        keys = trace.draft_keys[1, :, : n + used].transpose(0, 1)
+        ahead = reference.token_scores(trace.draft_queries[1, rows], keys, 32**-0.5, aggregate)
+        units = reference.unit_scores(ahead, n, 16).tolist()
+        return reference.select_units(units, history_units, n, 16, 8, 4, 16, merge, 4, 0.9)
+
+    assert expected(1) != expected(0)
+    assert expected(4) != expected(2)
+    used: dict[policies.Signal, int] = {
+        "agreeing rows": agreeing,
+        "confirmed rows": min(agreeing + 1, GAMMA),
+        "settings": GAMMA,
+    }
+    for signal, count in used.items():
+        (chosen,) = policies.select(made, settings, signal)
+        assert chosen is not None
+        assert chosen.tolist() == expected(count)
+    found = report.agreement_data(made)
+    assert found["steps"] == 1
+    assert [i for i, count in enumerate(found["agreeing_rows"]) if count] == [agreeing]
+    assert len(found["agreeing_rows"]) == GAMMA + 1
+
+
 def test_policies_differ_and_the_oracle_recovers_most(
     scores: Scores, pair: tuple[Model, Model]
 ) -> None:
@@ -316,6 +500,52 @@ def test_kl_is_that_of_a_masked_model(
         assert float(quality.agreement[index]) == pytest.approx(float(same))
     with torch.no_grad():
         heads_[1].div_(16)
+
+
+@pytest.mark.parametrize("sparse_half", [0, 1])
+def test_kl_of_a_split_is_that_of_a_model_masked_by_layer(
+    target: Path, pair: tuple[Model, Model], scores: Scores, tmp_path: Path, sparse_half: int
+) -> None:
+    # One half reads hardly anything and the other everything, so that neither can stand in.
+    little: policies.Selections = [torch.arange(2) for _ in scores.items]
+    much: policies.Selections = [None for _ in scores.items]
+    first, deep = (little, much) if sparse_half == 0 else (much, little)
+    measured = evaluator(pair, scores, tmp_path)
+    # All through one journal: what one half reads must tell entries apart.
+    shared = measured.measure(little, 16)
+    assert float(measured.measure(much, 16).kl.max()) == 0
+    found = measured.measure(first, 16, deep)
+    torch.testing.assert_close(measured.measure(little, 16, little).kl, shared.kl)
+    assert measured.measured == len(measured.journal) == 4
+    model = dense_model(target)
+    for index in (0, 4):
+        item = scores.items[index]
+        n, ids = item.context, scores.traces[item.trace].window.tokens
+        end = n + GAMMA + 1
+        masks = []
+        for chosen in (first, deep):
+            allowed = torch.ones(end, end, dtype=torch.bool).tril()
+            visible = torch.zeros(n, dtype=torch.bool)
+            visible[policies.kept_positions(chosen[index], n, 16)] = True
+            allowed[n:, :n] = visible
+            masks.append(torch.zeros(1, 1, end, end).masked_fill(~allowed, float("-inf")))
+
+        def own_mask(module: Any, args: Any, kwargs: Any, masks: Any = masks) -> Any:
+            return args, {**kwargs, "attention_mask": masks[module.layer_idx // 2]}
+
+        batch = torch.tensor([ids[:end]])
+        with torch.inference_mode():
+            dense = model(batch).logits[0, n:].log_softmax(-1)
+            hooks = [
+                layer.self_attn.register_forward_pre_hook(own_mask, with_kwargs=True)
+                for layer in model.model.layers
+            ]
+            sparse = model(batch).logits[0, n:].log_softmax(-1)
+            for hook in hooks:
+                hook.remove()
+        expected = (dense.exp() * (dense - sparse)).sum(-1).mean()
+        assert float(found.kl[index]) == pytest.approx(float(expected), rel=2e-3)
+        assert abs(float(shared.kl[index]) / float(expected) - 1) > 0.01
 
 
 def test_batches_of_rows_do_not_change_the_result(
@@ -558,6 +788,35 @@ def test_the_search_is_deterministic_and_resumes(
         assert trial.scoring > 0
 
 
+def test_a_search_out_of_time_ends_with_what_it_has(
+    pair: tuple[Model, Model], scores: Scores, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def stop(what: str) -> bool:
+        asked.append(what)
+        return not what.startswith("target")
+
+    made = made_search(pair, scores, tmp_path, stop=stop)
+    found = made.run(config(budget=96), 9, seed=0, most_layers=4)
+    assert len(found.draft_layers) == 1
+    assert asked[0] == "target layer 2"
+    assert asked[-2:] == ["draft layer 2", "selection parameters"]
+    assert len(found.trials) == 2
+    assert found.trials[0] == found.default
+
+
+def test_a_trial_with_split_measures_both_selections(
+    pair: tuple[Model, Model], scores: Scores, tmp_path: Path
+) -> None:
+    made = made_search(pair, scores, tmp_path)
+    wanted = config(budget=96, merge="split")
+    first, deep = policies.select_groups(scores, made.settings(wanted, 16))
+    kl = made.evaluator.measure(first, 16, deep).kl
+    assert made.trial(wanted, 16).window_kl == tuple(policies.by_window(scores, kl).tolist())
+    assert made.trial(wanted, 16).loss != made.trial(wanted, 16, "lookahead").loss
+
+
 def test_greedy_layers_take_what_lowers_kl(
     pair: tuple[Model, Model], scores: Scores, tmp_path: Path
 ) -> None:
@@ -643,22 +902,27 @@ def options(target: Path, draft: Path, folder: Path, **change: Any) -> run.Optio
     return replace(made, **change)
 
 
-def test_a_whole_run_writes_a_profile_that_is_accepted(
-    target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tokenizer:
         @staticmethod
         def encode(text_: str, **_: Any) -> list[int]:
             return encode(text_)
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: Tokenizer)
+
+
+def test_a_whole_run_writes_a_profile_that_is_accepted(
+    target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
     seen: dict[str, tuple[int, int]] = {}
 
     def advance(what: str, done: int, total: int) -> None:
         seen[what] = (done, total)
 
     files, data = run.calibrate(options(target, draft, tmp_path), advance)
-    assert {"target heads", "draft heads", "selection parameters", "report"} <= set(seen)
+    assert {"target heads", "draft heads", "selection parameters"} <= set(seen)
+    assert {"report: quality", "report: recovery"} <= set(seen)
     assert all(done == total for done, total in seen.values())
 
     profile = load_profile(str(files.profile))
@@ -679,7 +943,8 @@ def test_a_whole_run_writes_a_profile_that_is_accepted(
     assert json.loads(files.report.read_text())["quality"] == data["quality"]
     for text_ in (files.profile.read_text(), files.report.read_text()):
         assert str(tmp_path) not in text_
-    for figure in (files.recovery, files.heads):
+    for figure in (files.recovery, files.differences, files.heads):
+        assert figure is not None
         assert figure.read_bytes().startswith(b"\x89PNG")
 
     names = [row["name"] for row in data["quality"]]
@@ -695,12 +960,106 @@ def test_a_whole_run_writes_a_profile_that_is_accepted(
     whole = [r["mean"] for r in data["recovery"] if r["budget"] == 512]  # covers the context
     assert whole == [1.0] * len(whole)
 
+    assert (data["complete"], data["cut_short"]) == (True, [])
+    assert data["measurements_reused"] == 0
+
+    rows = {row["name"]: row for row in data["quality"]}
+    assert len(rows) == len(data["quality"])
+    assert [name for name, row in rows.items() if "difference" not in row] == ["hybrid"]
+    for row in rows.values():
+        if "difference" in row:
+            difference = row["mean"] - rows[row["over"]]["mean"]
+            assert row["difference"]["mean"] == pytest.approx(difference, abs=1e-9)
+    assert rows["default settings, split"]["over"] == "default settings"
+    for entry in data["recovery"]:
+        if entry["policy"] == "hybrid":
+            key = (entry["unit"], entry["budget"])
+            oracle = next(
+                e["mean"]
+                for e in data["recovery"]
+                if (e["unit"], e["budget"], e["policy"]) == (*key, "oracle")
+            )
+            assert entry["gap"]["mean"] == pytest.approx(oracle - entry["mean"], abs=1e-6)
+
+    # A report on the profile, with nothing searched, says the same about the same windows.
+    (tmp_path / "given").mkdir()
+    given = options(target, draft, tmp_path / "given", settings=str(files.profile))
+    files_given, data_given = run.calibrate(given, advance)
+    assert data_given["quality"] == data["quality"]
+    assert data_given["recovery"] == data["recovery"]
+    assert data_given["options"]["settings"] == "pair.json"
+    chosen = ("unit", "scoring_bytes_per_token")
+    assert {k: data_given["chosen"][k] for k in chosen} == {k: data["chosen"][k] for k in chosen}
+    assert not {"heads", "trials", "layers"} & set(data_given)
+    written = {path.name for path in (tmp_path / "given").iterdir()}
+    assert written == {"pair.report.json", "pair.recovery.png", "pair.differences.png", "work"}
+    assert (files_given.profile, files_given.heads) == (None, None)
+    assert len(list((tmp_path / "given" / "work").glob("trace-*.safetensors"))) == 4
+
     _, again = run.calibrate(options(target, draft, tmp_path), advance)
     assert again["quality"] == data["quality"]
     assert again["chosen"] == data["chosen"]
     assert again["measurements_reused"] > 0
     # No window of the search is in the report.
     assert len(list((tmp_path / "work").glob("trace-*.safetensors"))) == 8
+
+
+def test_a_time_limit_leaves_a_smaller_report(
+    target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    wanted = options(
+        target, draft, tmp_path, windows=8, held_out=8, max_seconds=1e-6, figures=False
+    )
+    files, data = run.calibrate(wanted, lambda *_: None)
+    assert not data["complete"]
+    assert {
+        *("target heads", "draft heads", "recording for the search", "selection parameters"),
+        *("recording for the report", "report: quality", "report: recovery"),
+    } <= set(data["cut_short"])
+    assert (data["search_windows"], data["held_out_windows"]) == (4, 4)
+    assert data["heads"]["target"]["trials"] == data["heads"]["draft"]["trials"] == 1
+    assert [row["name"] for row in data["quality"]] == ["hybrid", "default settings"]
+    assert data["recovery"] == []
+    assert files.profile is not None
+    source = load_profile(str(files.profile)).source
+    assert "4 windows of 320 tokens for the search and 4 held out" in source
+    assert "1 trials, seed 0, cut short by a time limit." in source
+    assert json.loads(files.report.read_text()) == json.loads(json.dumps(data))
+    assert not list(tmp_path.glob("*.png"))
+    with pytest.raises(CalibrationError, match="max_seconds=0"):
+        run.check(replace(wanted, max_seconds=0))
+
+
+def test_an_interrupted_report_is_there_as_far_as_it_came(
+    target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    profile = tmp_path / "given.json"
+    settings = {"budget": 64, "recent": 16, "merge": "split", "granularity": "token"}
+    profile.write_text(
+        json.dumps(
+            dict(format=1, target="t", draft="d", calibrated=True, source="", settings=settings)
+        )
+    )
+
+    def advance(what: str, done: int, total: int) -> None:
+        if (what, done) == ("report: quality", 4):
+            raise KeyboardInterrupt
+
+    wanted = options(target, draft, tmp_path, settings=str(profile), figures=False)
+    with pytest.raises(KeyboardInterrupt):
+        run.calibrate(wanted, advance)
+    data = json.loads((tmp_path / "pair.report.json").read_text())
+    assert not data["complete"]
+    assert [row["name"] for row in data["quality"]] == [
+        *("hybrid", "default settings", "oracle", "one selection for all layers"),
+    ]
+    assert data["chosen"]["unit"] == 1
+    # At the budget that was asked for, not at the profile's.
+    assert data["chosen"]["settings"]["budget"] == data["default"]["settings"]["budget"] == 96
+    assert run.given_settings(str(profile)).budget == 64
+    assert not (tmp_path / "pair.json").exists()
 
 
 def test_wrong_options_are_refused(target: Path, draft: Path, tmp_path: Path) -> None:
@@ -744,3 +1103,58 @@ def test_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "no config.json there" in done.output
     assert not (tmp_path / "pair.json").exists()
+
+
+def test_only_what_a_command_needs_must_be_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = CliRunner()
+    start = [str(tmp_path), str(tmp_path), "--output", str(tmp_path / "pair.json")]
+    given = ["--settings", "qwen2.5-coder-0.5b-instruct+qwen2.5-coder-0.5b-draft4"]
+    monkeypatch.setitem(sys.modules, "optuna", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for more, code, message in (
+        (["--no-figures"], 1, "optuna is not installed"),
+        (given, 1, "matplotlib is not installed"),
+        ([*given, "--no-figures"], 2, "no config.json there"),
+        (["--settings", "none", "--no-figures"], 2, "neither a shipped profile"),
+    ):
+        done = runner.invoke(cli.app, [*start, *more])
+        assert (done.exit_code, message in done.output) == (code, True), done.output
+
+
+def test_the_command_reports_at_the_budget_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = tmp_path / "given.json"
+    profile.write_text(
+        json.dumps(
+            dict(
+                format=1,
+                target="t",
+                draft="d",
+                calibrated=True,
+                source="",
+                settings={"budget": 300},
+            )
+        )
+    )
+    seen: list[run.Options] = []
+    row = {"name": "hybrid", "mean": 0.1, "low": 0.05, "high": 0.2, "recovery": {"mean": 0.5}}
+    other = {**row, "name": "split", "over": "hybrid", "difference": row}
+
+    def calibrate(options: run.Options, advance: Any) -> tuple[run.Files, dict[str, Any]]:
+        seen.append(options)
+        return run.Files.of(options), {"quality": [row, other], "cut_short": ["report: recovery"]}
+
+    monkeypatch.setattr(run, "calibrate", calibrate)
+    start = ["a", "b", "--output", str(tmp_path / "pair.json")]
+    given = ["--settings", str(profile)]
+    for more, budget in (([], 512), (given, 300), ([*given, "--budget", "128"], 128)):
+        done = CliRunner().invoke(cli.app, [*start, *more], env={"COLUMNS": "200"})
+        assert done.exit_code == 0, done.output
+        assert seen[-1].budget == budget
+        assert ("profile: " in done.output) == (not more)
+        assert "cut short by --max-seconds: report: recovery" in done.output
+        assert "0.1000 [0.0500, 0.2000]" in done.output
+        assert "+0.1000 [+0.0500, +0.2000]" in done.output

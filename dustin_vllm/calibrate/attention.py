@@ -145,15 +145,20 @@ class SparseRows:
         caches: per sequence the dense keys and values of its context,
             (layers, [layers, Hkv, L, D] each).
         kept: per sequence the cached positions that are read, [K] long.
+        deep: the same for layers from ``first_deep`` on (merge "split"); None: ``kept``.
     """
 
     def __init__(
         self,
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         kept: Sequence[torch.Tensor],
+        deep: Sequence[torch.Tensor] | None = None,
+        first_deep: int = 0,
     ) -> None:
         self.caches = caches
         self.kept = kept
+        self.deep = kept if deep is None else deep
+        self.first_deep = first_deep
 
     def attend(
         self,
@@ -166,8 +171,9 @@ class SparseRows:
         """See ``Plan``. Row i of a sequence also sees its new tokens 0 .. i."""
         out = torch.empty_like(queries)
         num_kv_heads, width = keys.shape[1], keys.shape[2]
+        chosen = self.kept if layer < self.first_deep else self.deep
         for index, ((all_keys, all_values), kept) in enumerate(
-            zip(self.caches, self.kept, strict=True)
+            zip(self.caches, chosen, strict=True)
         ):
             mask = causal_mask(width, len(kept) + width, queries.device)
             # The heads that share a key head are rows of it: no key is copied for them.

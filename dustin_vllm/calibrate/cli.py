@@ -17,7 +17,7 @@ def calibrate(
     draft: Annotated[Path, typer.Argument(help="Draft model folder.")],
     output: Annotated[
         Path,
-        typer.Option(help="Profile to write (.json); report and figures go beside it."),
+        typer.Option(help="Profile to write (.json); report and figures get its name."),
     ],
     text: Annotated[
         list[Path] | None,
@@ -28,8 +28,12 @@ def calibrate(
     ] = None,
     context: Annotated[int, typer.Option(min=256, help="Tokens of a window.")] = 4096,
     budget: Annotated[
-        int, typer.Option(min=1, help="Context tokens that a sparse step reads.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Context tokens that a sparse step reads. Default: 512, or that of --settings.",
+        ),
+    ] = None,
     gamma: Annotated[int, typer.Option(min=1, help="Proposed tokens per step.")] = 4,
     unit: Annotated[
         int | None,
@@ -45,6 +49,21 @@ def calibrate(
     trials: Annotated[int, typer.Option(min=1, help="Settings that Optuna tries.")] = 40,
     layers: Annotated[int, typer.Option(min=1, help="Scoring layers of each model at most.")] = 4,
     seed: Annotated[int, typer.Option(help="Of text, search and intervals.")] = 0,
+    settings: Annotated[
+        str | None,
+        typer.Option(
+            help="Search nothing, write no profile, only report on the settings of this one: a "
+            "shipped name or a file."
+        ),
+    ] = None,
+    max_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Measure no longer, and write a profile and report of what there is. Checked "
+            "between steps."
+        ),
+    ] = None,
+    figures: Annotated[bool, typer.Option(help="Draw figures.")] = True,
     work: Annotated[
         Path | None,
         typer.Option(
@@ -65,7 +84,7 @@ def calibrate(
         import torch
 
         from dustin_vllm.calibrate.attention import CalibrationError
-        from dustin_vllm.calibrate.run import Options
+        from dustin_vllm.calibrate.run import Options, given_settings
         from dustin_vllm.calibrate.run import calibrate as run
         from dustin_vllm.config import ConfigError
         from dustin_vllm.results import ResultsError
@@ -74,7 +93,8 @@ def calibrate(
             raise
         typer.echo(f"{error.name} is not installed: pip install 'dustin-vllm[cpu]'", err=True)
         raise typer.Exit(1) from error
-    for package in ("optuna", "matplotlib"):  # before an hour of work, not after it
+    needed = (["optuna"] if settings is None else []) + (["matplotlib"] if figures else [])
+    for package in needed:  # before an hour of work, not after it
         try:
             __import__(package)
         except ImportError as error:
@@ -84,37 +104,48 @@ def calibrate(
             raise typer.Exit(1) from error
     if threads is not None:
         torch.set_num_threads(threads)
-    options = Options(
-        target=target,
-        draft=draft,
-        output=output,
-        work=work or output.with_name(output.name.removesuffix(".json") + "-work"),
-        text=tuple(text or ()),
-        context=context,
-        budget=budget,
-        gamma=gamma,
-        unit=unit or (16 if device.startswith("cuda") else 32),
-        tokens=tokens,
-        windows=windows,
-        held_out=held_out,
-        steps=steps,
-        needles=needles,
-        trials=trials,
-        layers=layers,
-        seed=seed,
-        device=device,
-        dtype=dtype,
-    )
     console = Console(stderr=True)
     try:
+        if budget is None:
+            budget = 512 if settings is None else given_settings(settings).budget
+        options = Options(
+            target=target,
+            draft=draft,
+            output=output,
+            work=work or output.with_name(output.name.removesuffix(".json") + "-work"),
+            text=tuple(text or ()),
+            context=context,
+            budget=budget,
+            gamma=gamma,
+            unit=unit or (16 if device.startswith("cuda") else 32),
+            tokens=tokens,
+            windows=windows,
+            held_out=held_out,
+            steps=steps,
+            needles=needles,
+            trials=trials,
+            layers=layers,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            settings=settings,
+            max_seconds=max_seconds,
+            figures=figures,
+        )
         with _progress(console) as advance:
             files, data = run(options, advance)
     except (CalibrationError, ConfigError, ResultsError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     _show(Console(), data)
-    typer.echo(f"profile: {files.profile}\nreport: {files.report}")
-    typer.echo(f"figures: {files.recovery}, {files.heads}")
+    if data["cut_short"]:
+        typer.echo(f"cut short by --max-seconds: {', '.join(data['cut_short'])}", err=True)
+    if files.profile is not None:
+        typer.echo(f"profile: {files.profile}")
+    typer.echo(f"report: {files.report}")
+    drawn = [file for file in (files.recovery, files.differences, files.heads) if file is not None]
+    if drawn:
+        typer.echo(f"figures: {', '.join(map(str, drawn))}")
 
 
 class _progress:
@@ -159,14 +190,20 @@ def _show(console: Any, data: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title="held-out windows: KL to dense in nats, 95 % intervals")
-    for name in ("selection", "KL", "recovery %", "failed copy", "failed needle"):
+    for name in ("selection", "KL", "over", "difference", "recovery %", "failed copy", "needle"):
         table.add_column(name)
     for row in data["quality"]:
         failed = [f"{row[k]['failed']:.2f}" if k in row else "–" for k in ("copy", "needle")]
-        low, high = row["low"], row["high"]
         recovered = f"{100 * row['recovery']['mean']:.1f}"
-        table.add_row(row["name"], f"{row['mean']:.4f} [{low:.4f}, {high:.4f}]", recovered, *failed)
+        against = [row["over"], _interval(row["difference"], "+")] if "over" in row else ["", ""]
+        table.add_row(row["name"], _interval(row), *against, recovered, *failed)
     console.print(table)
+
+
+def _interval(values: dict[str, float], sign: str = "") -> str:
+    """Mean and 95 % interval."""
+    low, high = (f"{values[side]:{sign}.4f}" for side in ("low", "high"))
+    return f"{values['mean']:{sign}.4f} [{low}, {high}]"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ from dustin_vllm.calibrate.traces import Scores
 from dustin_vllm.config import (
     DustinConfig,
     HeadSet,
+    LayerGroup,
     ModelShape,
     PairShape,
     Settings,
@@ -20,9 +22,32 @@ from dustin_vllm.config import (
 )
 from dustin_vllm.selection import merge_and_select
 
-Signal = Literal["settings", "lookahead", "history", "oracle", "protected"]
+Signal = Literal[
+    "settings",
+    "lookahead",
+    "history",
+    "oracle",
+    "protected",
+    "confirmed rows",
+    "agreeing rows",
+    "first half's oracle",
+    "deeper half's oracle",
+]
 """What selects: both signals as the settings say, one of them alone, the attention to come
-(an upper bound), or nothing (protected units, and the budget filled with the latest others)."""
+(an upper bound), or nothing (protected units, and the budget filled with the latest others).
+
+"confirmed rows" and "agreeing rows" are both signals, with lookahead from some of the draft's
+rows only: those whose inputs are the text, the draft having predicted it at the rows before; and
+those at which it also predicts the text. Where none agrees, history has the whole budget. Neither
+is known before verification, so both are for measuring only. A half's oracle is the attention to
+come of that half of the target's layers."""
+
+ORACLES: dict[Signal, slice] = {
+    "oracle": slice(0, 2),
+    "first half's oracle": slice(0, 1),
+    "deeper half's oracle": slice(1, 2),
+}
+"""Rows of ``Scores.oracle_halves`` that are summed."""
 
 BYTES_PER_VALUE = 2  # of a KV cache in bf16
 Selections = list[torch.Tensor | None]
@@ -71,19 +96,20 @@ def history_scores(scores: Scores, item: int, heads: HeadSet, aggregate: str) ->
     return _combine(rows, aggregate)
 
 
-def lookahead_scores(scores: Scores, item: int, heads: HeadSet, aggregate: str) -> torch.Tensor:
-    """[n] fp32: lookahead scores of the scoring heads."""
+def lookahead_scores(
+    scores: Scores, item: int, heads: HeadSet, aggregate: str, first: int | None = None
+) -> torch.Tensor:
+    """[n] fp32: lookahead scores of the scoring heads, from the ``first`` draft rows or all."""
     rows = [
-        scores.lookahead(item, layer, aggregate)[list(chosen)] for layer, chosen in heads.layers
+        scores.lookahead(item, layer, aggregate, first)[list(chosen)]
+        for layer, chosen in heads.layers
     ]
     return _combine(rows, aggregate)
 
 
 def single(settings: Settings, signal: Signal) -> Settings:
-    """The settings with one signal filling the whole budget ("settings": unchanged)."""
-    from dataclasses import replace
-
-    if signal == "settings":
+    """The settings with one signal filling the whole budget (unchanged where both select)."""
+    if signal in ("settings", "confirmed rows", "agreeing rows"):
         return settings
     only_history = signal == "history"
     return replace(
@@ -92,6 +118,7 @@ def single(settings: Settings, signal: Signal) -> Settings:
         target=replace(
             settings.target, lookahead_units=0 if only_history else settings.target.budget_units
         ),
+        deep=None,
     )
 
 
@@ -104,11 +131,13 @@ def _unit_scores(
     nothing = torch.zeros(context // unit)
     if signal == "protected":
         return torch.arange(float(context // unit)), nothing
-    if signal == "oracle":
-        return reference.unit_scores(scores.oracle(item), context, unit), nothing
+    if signal in ORACLES:
+        tokens = scores.oracle_halves(item)[ORACLES[signal]].sum(0)
+        return reference.unit_scores(tokens, context, unit), nothing
     lookahead = history = nothing
-    if signal != "history":
-        tokens = lookahead_scores(scores, item, settings.draft_heads, aggregate)
+    rows = _draft_rows(scores, item, signal)
+    if signal != "history" and rows != 0:
+        tokens = lookahead_scores(scores, item, settings.draft_heads, aggregate, rows)
         lookahead = reference.unit_scores(tokens, context, unit)
     if signal != "lookahead":
         tokens = history_scores(scores, item, settings.target_heads, aggregate)
@@ -116,9 +145,26 @@ def _unit_scores(
     return lookahead, history
 
 
-def select(scores: Scores, settings: Settings, signal: Signal = "settings") -> Selections:
-    """The selection of every item under the settings, as the runtime makes it."""
+def _draft_rows(scores: Scores, item: int, signal: Signal) -> int | None:
+    """How many of the draft's rows give lookahead scores; None: all."""
+    if signal == "confirmed rows":
+        return min(scores.agreeing(item) + 1, scores.gamma)
+    return scores.agreeing(item) if signal == "agreeing rows" else None
+
+
+def select(
+    scores: Scores,
+    settings: Settings,
+    signal: Signal = "settings",
+    group: LayerGroup | None = None,
+) -> Selections:
+    """The selection of every item under the settings, as the runtime makes it.
+
+    Args:
+        group: whose selection, ``settings.target`` or ``settings.deep``; None: the former.
+    """
     settings = single(settings, signal)
+    group = group or settings.target
     selections: Selections = [None] * len(scores.items)
     rows = [
         index
@@ -133,10 +179,38 @@ def select(scores: Scores, settings: Settings, signal: Signal = "settings") -> S
     for place, row in enumerate(rows):
         for side, units in enumerate(_unit_scores(scores, row, settings, signal)):
             both[side, place, : len(units)] = units
-    chosen = merge_and_select(both[0], both[1], contexts, settings, settings.target)
+    chosen = merge_and_select(both[0], both[1], contexts, settings, group)
     for place, row in enumerate(rows):
         selections[row] = chosen[place].long()
+    if signal == "agreeing rows":
+        alone = select(scores, settings, "history")
+        for row in rows:
+            if scores.agreeing(row) == 0:
+                selections[row] = alone[row]
     return selections
+
+
+def select_groups(
+    scores: Scores, settings: Settings, signal: Signal = "settings"
+) -> tuple[Selections, Selections | None]:
+    """The selections of all layers, or with merge "split" of the first half of the target's
+    layers, and of the deeper half (None: one set for all).
+
+    A half's oracle as signal means both halves, each with its own.
+    """
+    if signal in ("first half's oracle", "deeper half's oracle"):
+        first = select(scores, settings, "first half's oracle")
+        return first, select(scores, settings, "deeper half's oracle")
+    first = select(scores, settings, signal)
+    if signal != "settings" or settings.deep is None:
+        return first, None
+    return first, select(scores, settings, signal, settings.deep)
+
+
+def mirrored(settings: Settings) -> Settings:
+    """Split settings with the halves exchanged: history for the first, lookahead for the deeper."""
+    assert settings.deep is not None
+    return replace(settings, target=settings.deep, deep=settings.target)
 
 
 def kept_positions(selection: torch.Tensor | None, context: int, unit: int) -> torch.Tensor:
@@ -147,9 +221,18 @@ def kept_positions(selection: torch.Tensor | None, context: int, unit: int) -> t
     return torch.cat([inside, torch.arange(context // unit * unit, context)])
 
 
-def recovery(scores: Scores, selections: Selections, unit: int) -> torch.Tensor:
+def recovery(
+    scores: Scores, selections: Selections, unit: int, deep: Selections | None = None
+) -> torch.Tensor:
     """[items] fp32: share of the target's attention, over the window of a step's rows and all
-    layers and heads, that the selections cover (section 3.1 of the paper)."""
+    layers and heads, that the selections cover (section 3.1 of the paper).
+
+    Args:
+        deep: selections of the deeper half of the layers. Each half is then covered by its own
+            selection; a layer weighs the same in both.
+    """
+    if deep is not None:
+        return _recovery_by_half(scores, (selections, deep), unit)
     return torch.tensor(
         [
             1.0
@@ -160,6 +243,20 @@ def recovery(scores: Scores, selections: Selections, unit: int) -> torch.Tensor:
             for index, chosen in enumerate(selections)
         ]
     )
+
+
+def _recovery_by_half(
+    scores: Scores, halves: tuple[Selections, Selections], unit: int
+) -> torch.Tensor:
+    recovered = torch.zeros(len(scores.items))
+    for index, item in enumerate(scores.items):
+        both = scores.oracle_halves(index)
+        for mass, selections in zip(both, halves, strict=True):
+            share, chosen = float(mass.sum() / both.sum()), selections[index]
+            if chosen is not None and share:  # a model of one layer has no first half
+                share *= reference.attention_recovery(mass, chosen.tolist(), item.context, unit)
+            recovered[index] += share
+    return recovered
 
 
 def by_window(scores: Scores, values: torch.Tensor) -> torch.Tensor:

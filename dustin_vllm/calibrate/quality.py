@@ -20,6 +20,7 @@ from dustin_vllm.calibrate.models import Model
 from dustin_vllm.calibrate.policies import Selections, kept_positions
 from dustin_vllm.calibrate.traces import Scores
 from dustin_vllm.results import ResultsError
+from dustin_vllm.selection import first_deep_layer
 
 MAX_ROWS = 256  # rows per forward pass; bounds the logits in memory
 
@@ -38,10 +39,13 @@ class Journal:
 
     Args:
         path: created if missing; a torn last line is dropped.
+
+    ``reused``: keys that an earlier run had written and that were asked for.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.reused: set[str] = set()
         self._known: dict[str, dict[str, list[float]]] = {}
         self._torn = False
         if path.is_file():
@@ -53,12 +57,15 @@ class Journal:
                     self._known[entry["key"]] = entry["values"]
                 except (ValueError, KeyError, TypeError):
                     continue  # torn by an interruption
+        self._earlier = frozenset(self._known)
 
     def __len__(self) -> int:
         return len(self._known)
 
     def get(self, key: str) -> dict[str, list[float]] | None:
         """What was written under ``key``."""
+        if key in self._earlier:
+            self.reused.add(key)
         return self._known.get(key)
 
     def put(self, key: str, values: dict[str, list[float]]) -> None:
@@ -91,19 +98,27 @@ class Evaluator:
         ]
         self._key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
-    def measure(self, selections: Selections, unit: int) -> Quality:
-        """Quality under the selections, one per item."""
-        about = [self._key, unit, [None if s is None else s.tolist() for s in selections]]
+    def measure(self, selections: Selections, unit: int, deep: Selections | None = None) -> Quality:
+        """Quality under the selections, one per item.
+
+        Args:
+            deep: what the deeper half of the layers reads (merge "split"); None: the same.
+        """
+        about = [self._key, unit, _listed(selections)]
+        if deep is not None:
+            about.append(_listed(deep))
         key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
         values = self.journal.get(key)
         if values is None:
-            values = self._run(selections, unit)
+            values = self._run(selections, unit, deep)
             self.journal.put(key, values)
             self.measured += 1
         return Quality(torch.tensor(values["kl"]), torch.tensor(values["agreement"]))
 
     @torch.inference_mode()
-    def _run(self, selections: Selections, unit: int) -> dict[str, list[float]]:
+    def _run(
+        self, selections: Selections, unit: int, deep: Selections | None
+    ) -> dict[str, list[float]]:
         everything: Selections = [None] * len(selections)
         if self._dense is None:
             # By the same route as sparse rows: an equal selection is equal to the last bit.
@@ -111,7 +126,7 @@ class Evaluator:
         kl: list[float] = []
         agreement: list[float] = []
         for batch, dense in zip(self._batches(), self._dense, strict=True):
-            sparse = self._log_probs(batch, selections, unit)
+            sparse = self._log_probs(batch, selections, unit, deep)
             divergence = (dense.exp() * (dense - sparse)).sum(-1).clamp_(min=0)
             kl += divergence.mean(1).tolist()
             same = dense.argmax(-1) == sparse.argmax(-1)
@@ -123,21 +138,40 @@ class Evaluator:
         count = len(self.scores.items)
         return [range(i, min(i + size, count)) for i in range(0, count, size)]
 
-    def _log_probs(self, batch: range, selections: Selections, unit: int) -> torch.Tensor:
+    def _log_probs(
+        self, batch: range, selections: Selections, unit: int, deep: Selections | None = None
+    ) -> torch.Tensor:
         """[items of the batch, gamma + 1, V] fp32 log probabilities."""
         device, width = self.target.device, self.scores.gamma + 1
-        caches, kept, ids, positions = [], [], [], []
+        caches, ids, positions = [], [], []
         for index in batch:
             item = self.scores.items[index]
             trace = self.scores.traces[item.trace]
             caches.append((trace.target_keys, trace.target_values))
-            kept.append(kept_positions(selections[index], item.context, unit))
             ids.append(list(trace.window.tokens[item.context : item.context + width]))
             positions.append(list(range(item.context, item.context + width)))
-        with active(SparseRows(caches, kept)):
+
+        def kept(chosen: Selections) -> list[torch.Tensor]:
+            contexts = [self.scores.items[index].context for index in batch]
+            return [
+                kept_positions(chosen[index], context, unit)
+                for index, context in zip(batch, contexts, strict=True)
+            ]
+
+        plan = SparseRows(
+            caches,
+            kept(selections),
+            None if deep is None else kept(deep),
+            first_deep_layer(self.target.shape.layers),
+        )
+        with active(plan):
             logits = self.target.module(
                 input_ids=torch.tensor(ids, device=device),
                 position_ids=torch.tensor(positions, device=device),
                 use_cache=False,
             ).logits
         return logits.float().log_softmax(-1)
+
+
+def _listed(selections: Selections) -> list[list[int] | None]:
+    return [None if chosen is None else chosen.tolist() for chosen in selections]

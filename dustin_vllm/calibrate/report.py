@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from dustin_vllm.calibrate.heads import HeadScores
 from dustin_vllm.calibrate.models import Model
 from dustin_vllm.calibrate.policies import Signal
 from dustin_vllm.calibrate.quality import Evaluator
-from dustin_vllm.calibrate.search import Found, Search, Trial
+from dustin_vllm.calibrate.search import Found, Trial
 from dustin_vllm.calibrate.traces import Scores
-from dustin_vllm.config import DustinConfig
+from dustin_vllm.config import DustinConfig, Settings
 
 RESAMPLES = 2000
 BUDGETS = (128, 256, 512, 1024, 2048)
@@ -47,26 +47,30 @@ def interval(values: torch.Tensor, seed: int) -> dict[str, float]:
     return {"mean": float(values.double().mean()), "low": low, "high": high}
 
 
-def recovery_table(
-    search: Search, scores: Scores, config: DustinConfig, units: Sequence[int], seed: int
-) -> list[dict[str, Any]]:
-    """Recovery of the policies by unit and budget, over the windows of ``scores``.
+Resolve = Callable[[DustinConfig, int], Settings]
+"""Settings of the pair for a unit, see ``policies.settings_for``."""
 
-    Every entry has ``unit``, ``budget``, ``policy`` and the interval; the hybrid's also
-    ``gain``, the interval of its paired difference to the better of the two single signals.
-    Budgets that cannot hold what is protected are left out.
+
+def recovery_rows(
+    resolve: Resolve, scores: Scores, config: DustinConfig, units: Sequence[int], seed: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Recovery of the policies over the windows of ``scores``, budget by budget, unit by unit.
+
+    Every entry has ``unit``, ``budget``, ``policy`` and the interval. The hybrid's also has
+    ``gain``, the interval of its paired difference to the better of the two single signals, and
+    ``gap``, that of the oracle's to it.
     """
-    entries: list[dict[str, Any]] = []
     for unit in units:
         for budget in BUDGETS:
-            settings = search.settings(at_budget(config, budget), unit)
+            settings = resolve(at_budget(config, budget), unit)
             windows: dict[Signal, torch.Tensor] = {}
             for signal in POLICIES:
-                selections = policies.select(scores, settings, signal)
-                recovered = policies.recovery(scores, selections, unit)
+                selections, deep = policies.select_groups(scores, settings, signal)
+                recovered = policies.recovery(scores, selections, unit, deep)
                 windows[signal] = policies.by_window(scores, recovered)
             singles: tuple[Signal, ...] = ("history", "lookahead")
             better = max(singles, key=lambda signal: float(windows[signal].mean()))
+            entries: list[dict[str, Any]] = []
             for signal in POLICIES:
                 entry = {"unit": unit, "budget": budget, "policy": NAMES[signal]}
                 entry |= interval(windows[signal], seed)
@@ -75,8 +79,9 @@ def recovery_table(
                         "over": NAMES[better],
                         **interval(windows["settings"] - windows[better], seed),
                     }
+                    entry["gap"] = interval(windows["oracle"] - windows["settings"], seed)
                 entries.append(entry)
-    return entries
+            yield entries
 
 
 def at_budget(config: DustinConfig, budget: int) -> DustinConfig:
@@ -88,45 +93,87 @@ def at_budget(config: DustinConfig, budget: int) -> DustinConfig:
     return config.model_copy(update=update)
 
 
-def quality_table(
-    search: Search, scores: Scores, evaluator: Evaluator, found: Found, seed: int
-) -> list[dict[str, Any]]:
-    """KL to dense of the chosen settings, of their variants and of the defaults.
+@dataclass(frozen=True)
+class Variant:
+    """A row of the quality table.
 
-    Every entry has ``name``, the interval of the KL over windows, and per kind of text its
-    mean, the share of steps beyond ``FAILED_KL`` and the share of tokens that stay the same.
-    Entries with a baseline also have the interval of their paired ``difference`` to it.
+    ``over``: name of an earlier row that it is compared with, window by window. ``exchanged``:
+    the halves of split settings are.
     """
-    chosen, unit = found.chosen.config, found.chosen.unit
+
+    name: str
+    config: DustinConfig
+    signal: Signal = "settings"
+    over: str | None = None
+    exchanged: bool = False
+
+
+def variants(chosen: DustinConfig, default: DustinConfig) -> list[Variant]:
+    """What is compared, the most telling first: a time limit may cut the end off."""
+    base, usual = "hybrid", "default settings"
+    rows = [
+        Variant(base, chosen),
+        Variant(usual, default, over=base),
+        Variant("oracle", chosen, "oracle", base),
+    ]
+    for name, config, over in (("", chosen, base), (f"{usual}, ", default, usual)):
+        split = config.model_copy(update={"merge": "split"})
+        if config.merge == "split":
+            shared = config.model_copy(update={"merge": "fill"})
+            rows.append(Variant(f"{name}one selection for all layers", shared, over=over))
+        else:
+            rows.append(Variant(f"{name}split", split, over=over))
+        rows.append(Variant(f"{name}split, halves exchanged", split, over=over, exchanged=True))
+    rows.append(Variant("oracle of each half", chosen, "first half's oracle", "oracle"))
+    rows.append(Variant("history only", chosen, "history", base))
+    rows.append(Variant("lookahead only", chosen, "lookahead", base))
+    for name, config, over in (("", chosen, base), (f"{usual}, ", default, usual)):
+        if config.merge != "split":
+            rows.append(Variant(f"{name}confirmed draft rows", config, "confirmed rows", over))
+            rows.append(Variant(f"{name}agreeing draft rows", config, "agreeing rows", over))
     other = chosen.model_copy(update={"dilate_history": not chosen.dilate_history})
     dilated = "with dilation" if other.dilate_history else "without dilation"
-    default = found.default.config
-    rows: list[tuple[str, DustinConfig, Signal]] = [
-        ("hybrid", chosen, "settings"),
-        (f"hybrid {dilated}", other, "settings"),
-        ("history only", chosen, "history"),
-        (f"history only {dilated}", other, "history"),
-        ("lookahead only", chosen, "lookahead"),
-        ("default settings", default, "settings"),
-        ("oracle", chosen, "oracle"),
-        ("sinks and recent only", chosen, "protected"),
-    ]
+    rows.append(Variant(f"hybrid {dilated}", other, over=base))
+    rows.append(Variant(f"history only {dilated}", other, "history", base))
+    rows.append(Variant("sinks and recent only", chosen, "protected", base))
+    return rows
+
+
+def quality_rows(
+    resolve: Resolve,
+    scores: Scores,
+    evaluator: Evaluator,
+    chosen: tuple[DustinConfig, int],
+    default: DustinConfig,
+    seed: int,
+) -> Iterator[dict[str, Any]]:
+    """KL to dense of the chosen settings, of their variants and of the defaults.
+
+    Every entry has ``name``, the interval of the KL over windows, that of the ``recovery``, and
+    per kind of text its mean, the share of steps beyond ``FAILED_KL`` and the share of tokens
+    that stay the same. Entries compared with another one have ``over``, its name, and the
+    interval of their paired ``difference`` to it, in KL.
+
+    Args:
+        chosen: settings and the unit that all of them are compared at.
+    """
+    config, unit = chosen
     kinds = policies.kinds(scores)
     item_kinds = [scores.traces[item.trace].window.kind for item in scores.items]
-    entries: list[dict[str, Any]] = []
-    base: torch.Tensor | None = None
-    for name, config, signal in rows:
-        settings = search.settings(config, unit)
-        selections = policies.select(scores, settings, signal)
-        quality = evaluator.measure(selections, unit)
-        windows = policies.by_window(scores, quality.kl)
-        recovered = policies.by_window(scores, policies.recovery(scores, selections, unit))
-        entry: dict[str, Any] = {"name": name, **interval(windows, seed)}
-        entry["recovery"] = interval(recovered, seed)
-        if base is None:
-            base = windows
-        else:
-            entry["difference"] = interval(windows - base, seed)
+    known: dict[str, torch.Tensor] = {}
+    for row in variants(config, default):
+        settings = resolve(row.config, unit)
+        if row.exchanged:
+            settings = policies.mirrored(settings)
+        selections, deep = policies.select_groups(scores, settings, row.signal)
+        quality = evaluator.measure(selections, unit, deep)
+        windows = known[row.name] = policies.by_window(scores, quality.kl)
+        recovered = policies.recovery(scores, selections, unit, deep)
+        entry: dict[str, Any] = {"name": row.name, **interval(windows, seed)}
+        entry["recovery"] = interval(policies.by_window(scores, recovered), seed)
+        if row.over is not None:
+            entry["over"] = row.over
+            entry["difference"] = interval(windows - known[row.over], seed)
         for kind in dict.fromkeys(kinds):
             which = torch.tensor([k == kind for k in item_kinds])
             entry[kind] = {
@@ -134,8 +181,16 @@ def quality_table(
                 "failed": float((quality.kl[which] > FAILED_KL).float().mean()),
                 "agreement": float(quality.agreement[which].mean()),
             }
-        entries.append(entry)
-    return entries
+        yield entry
+
+
+def agreement_data(scores: Scores) -> dict[str, Any]:
+    """How many of the draft's rows predict the text, as ``agreeing_rows``: steps by count."""
+    counts = torch.bincount(
+        torch.tensor([scores.agreeing(i) for i in range(len(scores.items))]),
+        minlength=scores.gamma + 1,
+    )
+    return {"steps": len(scores.items), "agreeing_rows": counts.tolist()}
 
 
 def profile_data(target: Model, draft: Model, found: Found, units_open: bool, source: str) -> Any:
@@ -208,6 +263,30 @@ def draw_recovery(path: Path, table: Sequence[dict[str, Any]], title: str) -> No
     axes[0][0].set_ylabel("attention recovery, %")
     axes[0][0].legend(fontsize=8, loc="lower right")
     figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot_.close(figure)
+
+
+def draw_differences(path: Path, table: Sequence[dict[str, Any]], title: str) -> None:
+    """Paired differences in KL with 95 % intervals, on an axis linear up to 0.01 nats."""
+    pyplot_ = pyplot()
+    rows = [entry for entry in table if "difference" in entry]
+    figure, axis = pyplot_.subplots(figsize=(7.5, 0.9 + 0.32 * len(rows)))
+    for place, entry in enumerate(rows):
+        found = entry["difference"]
+        better, worse = found["high"] < 0, found["low"] > 0
+        colour = "tab:green" if better else "tab:red" if worse else "tab:gray"
+        axis.plot([found["low"], found["high"]], [place, place], color=colour, lw=2)
+        axis.plot(found["mean"], place, "o", color=colour, ms=4)
+    axis.axvline(0, color="black", lw=0.8)
+    axis.set_xscale("symlog", linthresh=0.01)
+    labels = [f"{entry['name']} \N{MINUS SIGN} {entry['over']}" for entry in rows]
+    axis.set_yticks(range(len(rows)), labels, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("difference in KL to dense, nats (left: better)")
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_title(title, fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot_.close(figure)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A calibration from models and text to profile, report and figures."""
+"""A calibration from models and text to profile, report and figures.
+
+The report is written anew after every step, so that whatever ends a run leaves what it measured.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import datetime
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,11 +24,14 @@ from dustin_vllm.calibrate.attention import CalibrationError
 from dustin_vllm.calibrate.heads import Question, ask, combine
 from dustin_vllm.calibrate.models import Model, check_pair, load_model
 from dustin_vllm.calibrate.quality import Evaluator, Journal
-from dustin_vllm.calibrate.search import Advance, Search
+from dustin_vllm.calibrate.search import Advance, Found, Search, Stop
 from dustin_vllm.calibrate.text import KINDS, Sources, Window, WindowMaker, read_sources
 from dustin_vllm.calibrate.traces import Item, Scores, Trace, record
-from dustin_vllm.config import DustinConfig
+from dustin_vllm.config import DustinConfig, Settings, load_profile
 from dustin_vllm.results import write_json
+
+SEARCH_SHARE, RECORD_SHARE = 0.6, 0.8  # of a time limit, after which these end
+ALWAYS = 2  # rows of the quality table that no time limit cuts: a profile states them
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class Options:
     verification steps in each; ``needles``: questions that find retrieval heads; ``layers``:
     scoring layers of each model at most.
     ``work``: folder for traces and measurements, by which an interrupted run resumes.
+    ``settings``: shipped name or path of a profile; only a report on it is made then, at
+    ``budget``. ``max_seconds``: how long to go on measuring, None: to the end.
     """
 
     target: Path
@@ -57,28 +66,62 @@ class Options:
     seed: int = 0
     device: str = "cpu"
     dtype: str = "auto"
+    settings: str | None = None
+    max_seconds: float | None = None
+    figures: bool = True
 
 
 @dataclass(frozen=True)
 class Files:
-    """What a run writes."""
+    """What a run writes; None: it does not."""
 
-    profile: Path
+    profile: Path | None
     report: Path
-    recovery: Path
-    heads: Path
+    recovery: Path | None
+    differences: Path | None
+    heads: Path | None
 
     @classmethod
-    def beside(cls, profile: Path) -> Files:
+    def of(cls, options: Options) -> Files:
         """Names next to that of the profile."""
-        stem = profile.name.removesuffix(".json")
+        output, searching = options.output, options.settings is None
+        stem = output.name.removesuffix(".json")
+
+        def figure(name: str) -> Path | None:
+            return output.with_name(f"{stem}.{name}.png") if options.figures else None
+
         return cls(
-            profile,
-            *(
-                profile.with_name(f"{stem}.{end}")
-                for end in ("report.json", "recovery.png", "heads.png")
-            ),
+            profile=output if searching else None,
+            report=output.with_name(f"{stem}.report.json"),
+            recovery=figure("recovery"),
+            differences=figure("differences"),
+            heads=figure("heads") if searching else None,
         )
+
+
+class Clock:
+    """How long a run has gone on, and what it left out for lack of time.
+
+    Args:
+        limit: seconds; None: as long as it takes.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self.limit = float("inf") if limit is None else limit
+        self.cut: list[str] = []
+        self._started = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self._started
+
+    def over(self, what: str, share: float = 1.0) -> bool:
+        """Whether that share of the limit has passed; if so ``what`` is noted as cut short."""
+        passed = self.seconds > share * self.limit
+        if passed and what not in self.cut:
+            self.cut.append(what)
+        return passed
 
 
 def check(options: Options) -> None:
@@ -103,12 +146,52 @@ def check(options: Options) -> None:
         )
     if options.dtype not in ("auto", "bfloat16", "float32"):
         raise CalibrationError(f"dtype={options.dtype}: choose auto, bfloat16 or float32")
+    if options.max_seconds is not None and options.max_seconds <= 0:
+        raise CalibrationError(f"max_seconds={options.max_seconds}: must be more than 0")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise CalibrationError(f"device={options.device}: no CUDA device here; use --device cpu")
 
 
+def given_settings(profile: str) -> DustinConfig:
+    """The settings of a profile, by shipped name or path.
+
+    Raises:
+        ConfigError: no such profile, or not a valid one.
+    """
+    return DustinConfig.model_validate(load_profile(profile).settings)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every stage of a run needs. ``data``: the report, which the stages fill."""
+
+    options: Options
+    target: Model
+    draft: Model
+    maker: WindowMaker
+    journal: Journal
+    clock: Clock
+    advance: Advance
+    files: Files
+    data: dict[str, Any]
+
+    def settings(self, config: DustinConfig, unit: int) -> Settings:
+        """Settings of this pair, see ``policies.settings_for``."""
+        return policies.settings_for(
+            config, unit, self.options.gamma, self.target.shape, self.draft.shape
+        )
+
+    def save(self, finished: bool = False) -> None:
+        """Write the report as it stands."""
+        self.data["complete"] = finished and not self.clock.cut
+        self.data["cut_short"] = self.clock.cut
+        self.data["seconds"] = round(self.clock.seconds, 1)
+        self.data["measurements_reused"] = len(self.journal.reused)
+        write_json(self.files.report, self.data)
+
+
 def calibrate(options: Options, advance: Advance) -> tuple[Files, dict[str, Any]]:
-    """Run a calibration.
+    """Run a calibration, or with ``options.settings`` only its report.
 
     Args:
         advance: told about progress.
@@ -118,11 +201,13 @@ def calibrate(options: Options, advance: Advance) -> tuple[Files, dict[str, Any]
 
     Raises:
         CalibrationError, ConfigError: options, models or text that cannot be used.
+        ResultsError: a file cannot be written.
     """
     from transformers import AutoTokenizer
 
     check(options)
-    started = time.perf_counter()
+    clock = Clock(options.max_seconds)
+    given = None if options.settings is None else given_settings(options.settings)
     sources = read_sources(options.text)
     advance("loading the models", 0, 2)
     target = load_model(options.target, options.device, options.dtype, "target")
@@ -138,89 +223,158 @@ def calibrate(options: Options, advance: Advance) -> tuple[Files, dict[str, Any]
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
-    result = calibrate_models(options, target, draft, sources, encode, advance)
-    return _write(options, target, draft, sources, result, time.perf_counter() - started)
-
-
-def calibrate_models(
-    options: Options,
-    target: Model,
-    draft: Model,
-    sources: Sources,
-    encode: Any,
-    advance: Advance,
-) -> dict[str, Any]:
-    """The measurements of ``calibrate``, on loaded models.
-
-    Returns:
-        "heads" (by "target" and "draft"), "found", "search" and the two tables.
-    """
     options.work.mkdir(parents=True, exist_ok=True)
-    journal = Journal(options.work / "journal.jsonl")
-    maker = WindowMaker(encode, sources, options.context, options.gamma, draft.shape.vocab_size)
-    needles = maker.needles(options.needles, options.seed)
-    asked = _ask(journal, target, needles, "target heads", advance)
-    target_heads = combine(asked)
-    draft_heads = combine(
-        _ask(journal, draft, needles, "draft heads", advance), [trial.right for trial in asked]
+    job = _Job(
+        options=options,
+        target=target,
+        draft=draft,
+        maker=WindowMaker(encode, sources, options.context, options.gamma, draft.shape.vocab_size),
+        journal=Journal(options.work / "journal.jsonl"),
+        clock=clock,
+        advance=advance,
+        files=Files.of(options),
+        data=_about(options, target, draft, sources),
     )
+    if given is None:
+        found = _search(job)
+        chosen, unit = found.chosen.config, found.chosen.unit
+    else:
+        chosen = given
+        if options.budget != given.budget:
+            chosen = report.at_budget(given, options.budget)
+        unit = 1 if given.granularity == "token" else options.unit
+        job.data.update(_given_data(job, chosen, unit))
+    _report(job, chosen, unit)
+    job.save(finished=True)
+    if given is None and job.files.profile is not None:  # last: a profile means a finished run
+        source = _source(job, found)
+        made = report.profile_data(target, draft, found, options.tokens, source)
+        write_json(job.files.profile, made)
+    return job.files, job.data
 
-    search_windows = maker.windows(options.windows, options.steps, options.seed)
-    held_out = maker.windows(options.held_out, options.steps, options.seed + 1_000_003)
-    scores = _record(options, target, draft, search_windows, "recording for the search", advance)
-    units = (options.unit, 1) if options.tokens else (options.unit,)
+
+def _search(job: _Job) -> Found:
+    """Find settings, into the report."""
+    options, target, draft, clock = job.options, job.target, job.draft, job.clock
+    needles = job.maker.needles(options.needles, options.seed)
+    asked = _ask(job, target, needles, "target heads")
+    draft_asked = _ask(job, draft, needles, "draft heads")
+    right = [trial.right for trial in asked][: len(draft_asked)]
+    heads = {"target": combine(asked), "draft": combine(draft_asked, right)}
+    job.data["heads"] = {side: report.heads_data(scores) for side, scores in heads.items()}
+    job.save()
+    if job.files.heads is not None:
+        names = {"target": target.name, "draft": draft.name}
+        report.draw_heads(job.files.heads, {names[side]: heads[side] for side in names})
+
+    def stop(what: str) -> bool:
+        return clock.over(what, SEARCH_SHARE)
+
+    windows = job.maker.windows(options.windows, options.steps, options.seed)
+    scores = _record(job, windows, "recording for the search", stop)
     search = Search(
         scores,
-        Evaluator(target, scores, journal),
+        Evaluator(target, scores, job.journal),
         options.gamma,
         options.budget,
-        units,
-        (target.shape, target_heads),
-        (draft.shape, draft_heads),
-        advance,
+        (options.unit, 1) if options.tokens else (options.unit,),
+        (target.shape, heads["target"]),
+        (draft.shape, heads["draft"]),
+        job.advance,
+        stop,
     )
-    found = search.run(
-        DustinConfig.model_validate({"budget": options.budget}),
-        options.trials,
-        options.seed,
-        options.layers,
+    base = DustinConfig.model_validate({"budget": options.budget})
+    found = search.run(base, options.trials, options.seed, options.layers)
+    job.data.update(
+        search_windows=len(scores.traces),
+        layers={"target": found.target_layers, "draft": found.draft_layers},
+        chosen=report.trial_data(found.chosen),
+        default=report.trial_data(found.default),
+        trials=[report.trial_data(trial) for trial in found.trials],
     )
-    unseen = _record(options, target, draft, held_out, "recording for the report", advance)
-    evaluator = Evaluator(target, unseen, journal)
-    advance("report", 0, 2)
-    quality = report.quality_table(search, unseen, evaluator, found, options.seed)
-    advance("report", 1, 2)
-    shown = tuple(sorted({1, 16, 32, options.unit}))
-    table = report.recovery_table(search, unseen, found.chosen.config, shown, options.seed)
-    advance("report", 2, 2)
+    job.save()
+    return found
+
+
+def _given_data(job: _Job, chosen: DustinConfig, unit: int) -> dict[str, Any]:
+    """What the report says about settings that were not searched for."""
+    default = DustinConfig.model_validate({"budget": job.options.budget})
     return {
-        "heads": {"target": target_heads, "draft": draft_heads},
-        "found": found,
-        "search": search,
-        "quality": quality,
-        "recovery": table,
-        "reused": len(journal) - search.evaluator.measured - evaluator.measured,
+        name: {
+            "settings": config.model_dump(mode="json", exclude_defaults=True),
+            "unit": unit,
+            "scoring_bytes_per_token": policies.scoring_bytes(
+                job.settings(config, unit), job.target.shape, job.draft.shape
+            ),
+        }
+        for name, config in (("chosen", chosen), ("default", default))
     }
 
 
-def _ask(
-    journal: Journal, model: Model, needles: list[Window], what: str, advance: Advance
-) -> list[Question]:
+def _report(job: _Job, chosen: DustinConfig, unit: int) -> None:
+    """Measure the settings on held-out windows, into the report and two figures."""
+    options, data, clock = job.options, job.data, job.clock
+    windows = job.maker.windows(options.held_out, options.steps, options.seed + 1_000_003)
+    scores = _record(
+        job,
+        windows,
+        "recording for the report",
+        lambda what: clock.over(what, RECORD_SHARE),
+    )
+    data["held_out_windows"] = len(scores.traces)
+    data["draft_agreement"] = report.agreement_data(scores)
+    default = DustinConfig.model_validate({"budget": options.budget})
+    evaluator = Evaluator(job.target, scores, job.journal)
+    rows = len(report.variants(chosen, default))
+    made = report.quality_rows(
+        job.settings, scores, evaluator, (chosen, unit), default, options.seed
+    )
+    data["quality"] = []
+    for number in range(rows):
+        job.advance("report: quality", number, rows)
+        if number >= ALWAYS and clock.over("report: quality"):
+            break
+        data["quality"].append(next(made))
+        job.save()
+    else:
+        job.advance("report: quality", rows, rows)
+    title = f"{job.target.name} + {job.draft.name}: {len(scores.traces)} held-out windows"
+    if job.files.differences is not None:
+        report.draw_differences(job.files.differences, data["quality"], title)
+    shown = tuple(dict.fromkeys((unit, *sorted({1, 16, 32, options.unit}))))
+    points = len(shown) * len(report.BUDGETS)
+    table = report.recovery_rows(job.settings, scores, chosen, shown, options.seed)
+    data["recovery"] = []
+    for number in range(points):
+        job.advance("report: recovery", number, points)
+        if clock.over("report: recovery"):
+            break
+        data["recovery"] += next(table)
+        job.save()
+    else:
+        job.advance("report: recovery", points, points)
+    if job.files.recovery is not None and data["recovery"]:
+        report.draw_recovery(job.files.recovery, data["recovery"], title)
+
+
+def _ask(job: _Job, model: Model, needles: list[Window], what: str) -> list[Question]:
     """All questions to one model; those in the journal are not asked again."""
-    trials = []
+    trials: list[Question] = []
     for index, window in enumerate(needles):
-        advance(what, index, len(needles))
+        if index and job.clock.over(what, SEARCH_SHARE):
+            return trials
+        job.advance(what, index, len(needles))
         about = [what, model.fingerprint, str(model.module.dtype)]
         about += [str((window.tokens, window.source, window.answer))]
         key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
-        known = journal.get(key)
+        known = job.journal.get(key)
         if known is None:
             trial = ask(model, window)
             known = {"mass": trial.mass.flatten().tolist(), "right": [float(trial.right)]}
-            journal.put(key, known)
+            job.journal.put(key, known)
         mass = torch.tensor(known["mass"]).view(model.shape.layers, model.shape.heads)
         trials.append(Question(mass, bool(known["right"][0])))
-    advance(what, len(needles), len(needles))
+    job.advance(what, len(needles), len(needles))
     return trials
 
 
@@ -233,63 +387,50 @@ def _storage(target: Model, draft: Model, tokens: int) -> torch.device:
     return target.device if needed * target.module.dtype.itemsize <= free else torch.device("cpu")
 
 
-def _record(
-    options: Options,
-    target: Model,
-    draft: Model,
-    windows: list[Window],
-    what: str,
-    advance: Advance,
-) -> Scores:
+def _record(job: _Job, windows: Sequence[Window], what: str, stop: Stop) -> Scores:
+    """Recordings of the windows, or of the first, one of each kind at least, until ``stop``."""
+    options, target, draft = job.options, job.target, job.draft
     traces: list[Trace] = []
     device = _storage(target, draft, sum(len(window.tokens) for window in windows))
     for index, window in enumerate(windows):
-        advance(what, index, len(windows))
+        if index >= len(KINDS) and stop(what):
+            break
+        job.advance(what, index, len(windows))
         traces.append(record(options.work, window, target, draft, options.gamma, device))
-    advance(what, len(windows), len(windows))
-    items = [Item(i, n) for i, window in enumerate(windows) for n in window.positions]
+    else:
+        job.advance(what, len(windows), len(windows))
+    items = [Item(i, n) for i, trace in enumerate(traces) for n in trace.window.positions]
     return Scores(traces, items, options.gamma)
 
 
-def _versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in ("transformers", "optuna")}
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in ("transformers", "optuna"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # a report needs no optuna
+            found[name] = None
+    return found
 
 
-def _write(
-    options: Options,
-    target: Model,
-    draft: Model,
-    sources: Sources,
-    result: dict[str, Any],
-    seconds: float,
-) -> tuple[Files, dict[str, Any]]:
-    files = Files.beside(options.output)
-    found, search = result["found"], result["search"]
-    hybrid = result["quality"][0]
-    default = next(row for row in result["quality"] if row["name"] == "default settings")
-    given = ", ".join(sorted({path.name for path in options.text})) or "Python's own"
-    source = (
-        f"dustin calibrate: {options.windows} windows of {options.context} tokens for the search "
-        f"and {options.held_out} held out ({', '.join(KINDS)}; text: {given}), blocks of "
-        f"{options.unit}, gamma {options.gamma}, {options.trials} trials, seed {options.seed}. "
-        f"Held out at budget {options.budget}: KL to dense {hybrid['mean']:.4f} "
-        f"[{hybrid['low']:.4f}, {hybrid['high']:.4f}], attention recovery "
-        f"{100 * hybrid['recovery']['mean']:.1f} %; default settings there {default['mean']:.4f} "
-        f"[{default['low']:.4f}, {default['high']:.4f}]. Keys read for scoring per token and step: "
-        f"{found.chosen.scoring} bytes, by default {found.default.scoring}"
-    )
-    profile = report.profile_data(target, draft, found, options.tokens, source)
-    data = {
+def _text(options: Options) -> str:
+    return ", ".join(sorted({path.name for path in options.text})) or "Python's own"
+
+
+def _about(options: Options, target: Model, draft: Model, sources: Sources) -> dict[str, Any]:
+    """The head of a report: what is run, on what and with what."""
+    shown = asdict(options)
+    # Folders of this machine are nobody's business.
+    for name in ("target", "draft", "output", "work", "text"):
+        del shown[name]
+    if options.settings is not None:
+        shown["settings"] = Path(options.settings).name
+    return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "environment": provenance.environment() | _versions(),
-        # Folders of this machine are nobody's business.
         "command": provenance.command(),
         "seed": options.seed,
-        "options": {
-            key: value
-            for key, value in asdict(options).items()
-            if key not in ("target", "draft", "output", "work", "text")
-        },
+        "options": shown,
         "models": {
             side: {
                 "name": model.name,
@@ -300,31 +441,29 @@ def _write(
             for side, model in (("target", target), ("draft", draft))
         },
         "text": {
-            "given": given,
+            "given": _text(options),
             "prose_characters": len(sources.prose),
             "code_characters": len(sources.code),
             "records": len(sources.facts),
         },
-        "seconds": round(seconds, 1),
-        "measurements_reused": result["reused"],
-        "heads": {side: report.heads_data(heads) for side, heads in result["heads"].items()},
-        "layers": {"target": found.target_layers, "draft": found.draft_layers},
-        "chosen": report.trial_data(found.chosen),
-        "default": report.trial_data(found.default),
-        "target_kv_bytes_per_token": policies.full_bytes(search.target),
-        "quality": result["quality"],
-        "recovery": result["recovery"],
-        "trials": [report.trial_data(trial) for trial in found.trials],
+        "target_kv_bytes_per_token": policies.full_bytes(target.shape),
     }
-    write_json(files.report, data)
-    title = f"{target.name} + {draft.name}: {options.held_out} held-out windows"
-    report.draw_recovery(files.recovery, result["recovery"], title)
-    report.draw_heads(
-        files.heads,
-        {
-            model.name: result["heads"][side]
-            for side, model in (("target", target), ("draft", draft))
-        },
+
+
+def _source(job: _Job, found: Found) -> str:
+    """How a profile's settings were found, for the profile."""
+    options, data = job.options, job.data
+    hybrid, default = data["quality"][:ALWAYS]
+    trials = len(found.trials) - 1  # the first is the defaults
+    limit = ", cut short by a time limit" if job.clock.cut else ""
+    return (
+        f"dustin calibrate: {data['search_windows']} windows of {options.context} tokens for the "
+        f"search and {data['held_out_windows']} held out ({', '.join(KINDS)}; text: "
+        f"{_text(options)}), blocks of {options.unit}, gamma {options.gamma}, {trials} trials, "
+        f"seed {options.seed}{limit}. "
+        f"Held out at budget {options.budget}: KL to dense {hybrid['mean']:.4f} "
+        f"[{hybrid['low']:.4f}, {hybrid['high']:.4f}], attention recovery "
+        f"{100 * hybrid['recovery']['mean']:.1f} %; default settings there {default['mean']:.4f} "
+        f"[{default['low']:.4f}, {default['high']:.4f}]. Keys read for scoring per token and step: "
+        f"{found.chosen.scoring} bytes, by default {found.default.scoring}"
     )
-    write_json(files.profile, profile)  # last: a profile means a finished run
-    return files, data

@@ -36,6 +36,8 @@ RECENT = (32, 64, 128, 256)
 
 Advance = Callable[[str, int, int], None]
 """Called with (what is being done, steps done, steps in all)."""
+Stop = Callable[[str], bool]
+"""Called with what is about to go on; True: the time for it is over."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Search:
         budget: tokens; not searched, because more is always better.
         units: units that the search may choose among, the first is used for the layers.
         target_heads, draft_heads: retrieval scores.
+        stop: asked between steps; the search then ends with what it has, which is at least one
+            layer of each model and one trial besides the defaults.
     """
 
     def __init__(
@@ -82,12 +86,13 @@ class Search:
         target: tuple[ModelShape, HeadScores],
         draft: tuple[ModelShape, HeadScores],
         advance: Advance,
+        stop: Stop = lambda what: False,
     ) -> None:
         self.scores, self.evaluator = scores, evaluator
         self.gamma, self.budget, self.units = gamma, budget, tuple(units)
         self.target, self.target_heads = target
         self.draft, self.draft_heads = draft
-        self.advance = advance
+        self.advance, self.stop = advance, stop
 
     def settings(self, config: DustinConfig, unit: int) -> Settings:
         """Resolved settings, see ``policies.settings_for``."""
@@ -95,8 +100,8 @@ class Search:
 
     def quality(self, settings: Settings, signal: Signal = "settings") -> Quality:
         """Quality on all items."""
-        selections = policies.select(self.scores, settings, signal)
-        return self.evaluator.measure(selections, settings.unit)
+        selections, deep = policies.select_groups(self.scores, settings, signal)
+        return self.evaluator.measure(selections, settings.unit, deep)
 
     def window_kl(self, quality: Quality) -> torch.Tensor:
         """[windows] mean KL."""
@@ -148,6 +153,8 @@ class Search:
 
         for step in range(min(most, shape.layers)):
             what = f"{side} layer {step + 1}"
+            if step and self.stop(what):
+                break
             rest = [layer for layer in range(shape.layers) if layer not in chosen]
             recovered = {}
             for layer in rest:
@@ -218,6 +225,8 @@ class Search:
         study = optuna.create_study(directions=["minimize", "minimize"])
         study.enqueue_trial(_first_guess(len(target_layers), len(draft_layers)))
         for number in range(trials):
+            if number and self.stop("selection parameters"):
+                break
             self.advance("selection parameters", number, trials)
             # A seed per trial: what trial n asks depends on the trials before it alone, and an
             # interrupted run, whose measurements are in the journal, goes the same way again.

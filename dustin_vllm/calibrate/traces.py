@@ -18,8 +18,9 @@ import torch
 
 from dustin_vllm.calibrate.models import Model, prefill
 from dustin_vllm.calibrate.text import Window
+from dustin_vllm.selection import first_deep_layer
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Trace:
 
     ``target_keys``, ``target_values``: [layers, Hkv, L, D]; ``target_queries``: [layers, rows,
     H, D], row r at position ``rows[r]``; the draft's alike. ``*_scales``: [layers].
+    ``draft_next``: [rows] int64, the draft's most likely token behind every row.
     """
 
     window: Window
@@ -38,12 +40,21 @@ class Trace:
     draft_keys: torch.Tensor
     draft_queries: torch.Tensor
     draft_scales: torch.Tensor
+    draft_next: torch.Tensor
     rows: tuple[int, ...]
 
     def row_indices(self, first: int, last: int) -> slice:
         """Where the queries of positions first .. last stand."""
         start = self.rows.index(first)
         return slice(start, start + last - first + 1)
+
+    def agreeing(self, context: int, gamma: int) -> int:
+        """How many of the ``gamma`` draft rows from ``context`` on predict the text, up to the
+        first that does not: what verification would accept if the text is what it says."""
+        said = self.draft_next[self.row_indices(context, context + gamma - 1)].tolist()
+        text = self.window.tokens[context + 1 : context + gamma + 1]
+        wrong = (row for row, pair in enumerate(zip(said, text, strict=True)) if pair[0] != pair[1])
+        return next(wrong, gamma)
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,7 @@ def record(
     rows = rows_of(window, gamma)
     if not path.is_file():
         sparse = prefill(target, window.tokens, rows)
-        ahead = prefill(draft, window.tokens, rows)
+        ahead = prefill(draft, window.tokens, rows, rows)
         tensors = {
             "target_keys": sparse.keys,
             "target_values": sparse.values,
@@ -94,6 +105,7 @@ def record(
             "draft_keys": ahead.keys,
             "draft_queries": ahead.queries,
             "draft_scales": ahead.scales,
+            "draft_next": ahead.logits.argmax(-1),
         }
         part = path.with_suffix(".part")
         save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, part)
@@ -153,30 +165,49 @@ class Scores:
             self._keep(key, probabilities(queries, keys, scale)[0])
         return self._cache[key]
 
-    def lookahead(self, item: int, layer: int, aggregate: str) -> torch.Tensor:
-        """[H, n] fp32: the gamma draft queries' attention in one draft layer, mean or max."""
-        key = ("lookahead", item, layer, aggregate)
+    def agreeing(self, item: int) -> int:
+        """See ``Trace.agreeing``."""
+        chosen = self.items[item]
+        return self.traces[chosen.trace].agreeing(chosen.context, self.gamma)
+
+    def lookahead(
+        self, item: int, layer: int, aggregate: str, first: int | None = None
+    ) -> torch.Tensor:
+        """[H, n] fp32: the gamma draft queries' attention in one draft layer, mean or max.
+
+        Args:
+            first: only so many of the queries, from 1.
+        """
+        used = self.gamma if first is None else first
+        key = ("lookahead", item, layer, f"{aggregate} of {used}")
         if key not in self._cache:
             trace, n = self.traces[self.items[item].trace], self.items[item].context
             rows = trace.row_indices(n, n + self.gamma - 1)
             keys = trace.draft_keys[layer, :, : n + self.gamma]
             scale = float(trace.draft_scales[layer])
-            rows_heads = probabilities(trace.draft_queries[layer, rows], keys, scale)[:, :, :n]
+            rows_heads = probabilities(trace.draft_queries[layer, rows], keys, scale)[:used, :, :n]
             reduced = rows_heads.mean(0) if aggregate == "mean" else rows_heads.amax(0)
             self._keep(key, reduced.clone())
         return self._cache[key]
 
     def oracle(self, item: int) -> torch.Tensor:
         """[n + gamma + 1] fp32: mean attention of the verification rows, all layers and heads."""
+        layers = len(self.traces[self.items[item].trace].target_scales)
+        return self.oracle_halves(item).sum(0) / layers
+
+    def oracle_halves(self, item: int) -> torch.Tensor:
+        """[2, n + gamma + 1] fp32: the same summed over the layers of the first half, and of the
+        deeper half (merge "split"); mean over rows and heads."""
         if item not in self._oracles:
             trace, n = self.traces[self.items[item].trace], self.items[item].context
             rows = trace.row_indices(n, n + self.gamma)
-            total = torch.zeros(n + self.gamma + 1, device=trace.target_keys.device)
+            total = torch.zeros(2, n + self.gamma + 1, device=trace.target_keys.device)
+            first_deep = first_deep_layer(len(trace.target_scales))
             for layer, scale in enumerate(trace.target_scales.tolist()):
                 keys = trace.target_keys[layer, :, : n + self.gamma + 1]
                 queries = trace.target_queries[layer, rows]
-                total += probabilities(queries, keys, scale).mean((0, 1))
-            self._oracles[item] = (total / len(trace.target_scales)).cpu()
+                total[int(layer >= first_deep)] += probabilities(queries, keys, scale).mean((0, 1))
+            self._oracles[item] = total.cpu()
         return self._oracles[item]
 
     def _keep(self, key: tuple[str, int, int, str], value: torch.Tensor) -> None:
