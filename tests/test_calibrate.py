@@ -285,9 +285,11 @@ def test_split_selects_by_lookahead_and_for_deep_layers_by_history(
             assert chosen.tolist() == expected
     # One signal, or none, selects for all layers.
     shared = settings_of(pair, budget=128)
-    for signal in ("history", "lookahead", "oracle", "protected"):
+    singles: tuple[policies.Signal, ...] = ("history", "lookahead", "oracle", "protected")
+    for signal in singles:
         alone, none = policies.select_groups(scores, settings, signal)
         assert none is None
+        assert policies.single(settings, signal).deep is None
         assert str(alone) == str(policies.select(scores, shared, signal))
     assert policies.select_groups(scores, shared)[1] is None
 
@@ -300,17 +302,26 @@ def layer_attention(scores: Scores, index: int, layer: int) -> torch.Tensor:
     return reference.token_scores(trace.target_queries[layer, rows], keys, 32**-0.5)
 
 
+def first_layers(scores: Scores, count: int) -> Scores:
+    """The same recordings of a target of fewer layers."""
+    parts = ("target_keys", "target_values", "target_queries", "target_scales")
+    traces = [replace(t, **{p: getattr(t, p)[:count] for p in parts}) for t in scores.traces]
+    return Scores(traces, scores.items, GAMMA)
+
+
+@pytest.mark.parametrize(("layers", "first_deep"), [(4, 2), (3, 1), (1, 0)])
 def test_recovery_of_a_split_is_that_of_each_half_by_its_own_selection(
-    scores: Scores, pair: tuple[Model, Model]
+    scores: Scores, pair: tuple[Model, Model], layers: int, first_deep: int
 ) -> None:
     settings = settings_of(pair, budget=128, merge="split")
     first, deep = policies.select_groups(scores, settings)
     assert deep is not None
+    scores = first_layers(scores, layers)
     found = policies.recovery(scores, first, 16, deep)
     for index in (0, 4):
         expected = 0.0
-        for layer in range(4):
-            chosen = (first if layer < 2 else deep)[index]
+        for layer in range(layers):
+            chosen = (first if layer < first_deep else deep)[index]
             assert chosen is not None
             expected += reference.attention_recovery(
                 layer_attention(scores, index, layer),
@@ -318,13 +329,14 @@ def test_recovery_of_a_split_is_that_of_each_half_by_its_own_selection(
                 scores.items[index].context,
                 16,
             )
-        assert float(found[index]) == pytest.approx(expected / 4, rel=1e-4)
+        assert float(found[index]) == pytest.approx(expected / layers, rel=1e-4)
     torch.testing.assert_close(
         policies.recovery(scores, first, 16, first), policies.recovery(scores, first, 16)
     )
     everything: policies.Selections = [None] * len(scores.items)
     half = policies.recovery(scores, everything, 16, deep)
-    assert bool((half > policies.recovery(scores, deep, 16)).all())
+    gained = half - policies.recovery(scores, deep, 16)
+    assert bool((gained > 1e-3).all()) == (first_deep > 0)
     assert bool((half < 1).all())
 
 
@@ -1027,8 +1039,6 @@ def test_a_time_limit_leaves_a_smaller_report(
     assert "1 trials, seed 0, cut short by a time limit." in source
     assert json.loads(files.report.read_text()) == json.loads(json.dumps(data))
     assert not list(tmp_path.glob("*.png"))
-    with pytest.raises(CalibrationError, match="max_seconds=0"):
-        run.check(replace(wanted, max_seconds=0))
 
 
 def test_an_interrupted_report_is_there_as_far_as_it_came(
@@ -1066,6 +1076,9 @@ def test_wrong_options_are_refused(target: Path, draft: Path, tmp_path: Path) ->
     for change, message in (
         ({"output": tmp_path / "pair.yaml"}, "output=.*must end in .json"),
         ({"output": tmp_path / "none" / "pair.json"}, "no such folder"),
+        ({"settings": str(tmp_path / "pair.json")}, "output=.*is the profile that is reported on"),
+        ({"settings": "none"}, "neither a shipped profile"),
+        ({"max_seconds": 0}, "max_seconds=0: must be more"),
         ({"budget": 300}, "budget=300: covers the context of 320"),
         ({"windows": 2}, "windows=2"),
         ({"dtype": "int8"}, "dtype=int8: choose"),

@@ -243,7 +243,7 @@ def heads_data(scores: HeadScores) -> dict[str, Any]:
 def draw_recovery(path: Path, table: Sequence[dict[str, Any]], title: str) -> None:
     """Recovery against budget, one panel a unit, with 95 % intervals."""
     pyplot_ = pyplot()
-    units = list(dict.fromkeys(entry["unit"] for entry in table))
+    units = sorted({entry["unit"] for entry in table})
     figure, axes = pyplot_.subplots(
         1, len(units), figsize=(4.2 * len(units), 3.8), sharey=True, squeeze=False
     )
@@ -286,7 +286,7 @@ def draw_differences(path: Path, table: Sequence[dict[str, Any]], title: str) ->
     axis.invert_yaxis()
     axis.set_xlabel("difference in KL to dense, nats (left: better)")
     axis.grid(axis="x", alpha=0.3)
-    axis.set_title(title, fontsize=10)
+    figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot_.close(figure)

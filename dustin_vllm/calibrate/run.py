@@ -146,6 +146,14 @@ def check(options: Options) -> None:
         )
     if options.dtype not in ("auto", "bfloat16", "float32"):
         raise CalibrationError(f"dtype={options.dtype}: choose auto, bfloat16 or float32")
+    if (
+        options.settings is not None
+        and Path(options.settings).resolve() == options.output.resolve()
+    ):
+        raise CalibrationError(
+            f"output={options.output}: is the profile that is reported on, and the report would "
+            "replace that of its search; choose another name"
+        )
     if options.max_seconds is not None and options.max_seconds <= 0:
         raise CalibrationError(f"max_seconds={options.max_seconds}: must be more than 0")
     if options.device.startswith("cuda") and not torch.cuda.is_available():

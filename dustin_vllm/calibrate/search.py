@@ -259,6 +259,7 @@ class Search:
             "draft_heads": _layers(
                 draft_layers[:draft_count], self.draft_heads if draft_few else None
             ),
+            # Not "split": it was no better than one selection on two pairs, see docs/results.
             "merge": trial.suggest_categorical("merge", ["fill", "weighted"]),
             "dilate_history": trial.suggest_categorical("dilate_history", [True, False]),
             "aggregate": trial.suggest_categorical("aggregate", ["mean", "max"]),
