@@ -889,6 +889,48 @@ def test_intervals() -> None:
     assert one["low"] == one["high"] == 0.25
 
 
+def test_rows_of_the_quality_table_are_what_they_say(
+    pair: tuple[Model, Model], scores: Scores, tmp_path: Path
+) -> None:
+    def resolve(wanted: DustinConfig, unit: int) -> Settings:
+        return policies.settings_for(wanted, unit, GAMMA, pair[0].shape, pair[1].shape)
+
+    chosen = config(budget=96, merge="weighted", lookahead_weight=0.9, dilate_history=False)
+    default = config(budget=96)
+    measured = evaluator(pair, scores, tmp_path)
+    made = report.quality_rows(resolve, scores, measured, (chosen, 16), default, 0)
+    rows = {row["name"]: row for row in made}
+    split = resolve(chosen.model_copy(update={"merge": "split"}), 16)
+    default_split = resolve(default.model_copy(update={"merge": "split"}), 16)
+    first, deep = policies.select_groups(scores, split)
+    halves: list[policies.Signal] = ["first half's oracle", "deeper half's oracle"]
+    oracles = [policies.select(scores, split, signal) for signal in halves]
+    expected: dict[str, tuple[policies.Selections, policies.Selections | None]] = {
+        "hybrid": (policies.select(scores, resolve(chosen, 16)), None),
+        "default settings": (policies.select(scores, resolve(default, 16)), None),
+        "split": (first, deep),
+        "split, halves exchanged": (deep or [], first),
+        "default settings, split": policies.select_groups(scores, default_split),
+        "oracle of each half": (oracles[0], oracles[1]),
+        "agreeing draft rows": (
+            policies.select(scores, resolve(chosen, 16), "agreeing rows"),
+            None,
+        ),
+        "default settings, confirmed draft rows": (
+            policies.select(scores, resolve(default, 16), "confirmed rows"),
+            None,
+        ),
+    }
+    means = {}
+    for name, (selections, deeper) in expected.items():
+        kl = measured.measure(selections, 16, deeper).kl
+        means[name] = float(kl.mean())
+        assert rows[name]["mean"] == pytest.approx(means[name], rel=1e-5), name
+        recovered = policies.recovery(scores, selections, 16, deeper).mean()
+        assert rows[name]["recovery"]["mean"] == pytest.approx(float(recovered), rel=1e-5)
+    assert len(set(means.values())) == len(means)  # no two could be taken for one another
+
+
 def test_settings_at_another_budget() -> None:
     moved = report.at_budget(config(budget=512, lookahead=128, recent=256, sinks=64), 128)
     assert (moved.budget, moved.lookahead, moved.recent, moved.sinks) == (128, 32, 64, 32)
