@@ -71,10 +71,11 @@ def test_what_is_read_is_small_json(tmp_path, content, message):
 
 
 def test_the_engine_benchmark_says_that_the_disk_is_full(tmp_path, monkeypatch, full_disk):
-    job = SimpleNamespace(mode="plain")
+    job = SimpleNamespace(mode="plain", dustin={"dense_below": 0})
     monkeypatch.setattr(engine, "make_jobs", lambda *_, **__: [job])
-    numbers = {"tokens_per_second": 9.0, "load_seconds": 1, "prefill_seconds": 1, "stats": {}}
-    monkeypatch.setattr(engine, "run_worker", lambda *_: numbers)
+    numbers = dict.fromkeys(("tokens_per_second", "load_seconds", "prefill_seconds"), 1.0)
+    numbers |= {"mode": "plain", "batch": 1, "context": 9, "context_at_end": 9, "stats": {}}
+    monkeypatch.setattr(engine, "run_worker", lambda *_: ([numbers], None))
     monkeypatch.setattr(engine, "report", lambda *_: {})
     monkeypatch.setattr(engine, "make_table", lambda *_: "the table")
     out, err = (Console(file=io.StringIO(), width=300) for _ in range(2))

@@ -54,6 +54,33 @@ part_tp2_bf16() {
 part_paper() { # four GPUs
   engine paper-72b-tp4-h200 --preset paper-72b --tp 4
 }
+part_calibrate_16k() { # TEXT: a folder with books, essays and the factbook
+  texts=$(find "$TEXT" -mindepth 1 -maxdepth 1 -printf '--text %p ')
+  python3 -m dustin_vllm.cli calibrate "$models/qwen2.5-coder-0.5b" "$models/qwen2.5-coder-0.5b-draft" \
+    --output "$out/calibrate-qwen-coder-0.5b-16k-h200.json" --settings "qwen2.5-coder-0.5b-instruct+qwen2.5-coder-0.5b-draft4" \
+    $texts --text "$(python3 -c 'import vllm; print(vllm.__path__[0])' 2>/dev/null)/v1" --work calibrate \
+    --context 16384 --budget 512 --held-out 16 --device cuda --max-seconds 150
+}
+evaluate() { # quality on tasks; TEXT as above
+  python3 -m dustin_vllm.cli eval "${pair[@]}" --text "$TEXT" --batch 32 --json "$out/$1.json" --plot "$out/$1.png" "${@:2}"
+}
+part_eval_smoke() { evaluate eval-smoke --context 16384 --samples 2 --policies dustin --budget 512 --output-tokens 64 --tasks passkey,copy,continuation --max-seconds 120; }
+part_eval_tasks() {
+  evaluate eval-tasks-h200 --context 16384,28672 --budget 512,1024 --policies dustin,history,lookahead,streaming,static,quest \
+    --tasks passkey,multikey,qa,copy,edit,agreement,summary,continuation --samples 16 --max-seconds 520
+}
+part_eval_drift() { evaluate eval-drift-h200 --context 16384 --tasks drift --drift-samples 8 --policies dustin,streaming --budget 1024 --max-seconds 300; }
+part_eval_budgets() {
+  evaluate eval-budgets-h200 --context 16384 --tasks continuation --samples 16 --budget 128,256,512,1024,2048,4096 \
+    --policies dustin,streaming,static,quest,oracle,random --max-seconds 520
+}
+part_eval_granularity() {
+  evaluate eval-granularity-h200 --context 16384 --granularity block,token --policies dustin --budget 512,1024 \
+    --tasks passkey,multikey,copy,edit,continuation --samples 16 --max-seconds 300
+}
+part_soak() { # ten minutes of requests against the server, with and without Dustin
+  bench soak "${pair[@]}" --seconds 600 --text "$TEXT/books" --json "$out/soak-h200.json"
+}
 part_tests() { # on real weights: outputs equal the reference and stock vLLM's
   DUSTIN_TEST_MODELS=$models python3 -m pytest "$repo/tests/test_gpu_engine.py" -q -p no:cacheprovider
 }
