@@ -78,9 +78,13 @@ part_eval_granularity() {
   evaluate eval-granularity-h200 --context 16384 --granularity block,token --policies dustin --budget 512,1024 \
     --tasks passkey,multikey,copy,edit,continuation --samples 16 --max-seconds 300
 }
-part_soak() { # ten minutes of requests against the server, with and without Dustin
-  bench soak "${pair[@]}" --seconds 600 --text "$TEXT/books" --json "$out/soak-h200.json"
+soak() { # requests against the OpenAI server: $1 mode, $2 seconds of rough load
+  cat "$TEXT"/books/* > books.txt
+  bench soak "${pair[@]}" --modes "$1" --seconds "$2" --text books.txt --longest 24576 --requests 200 --concurrency 16 \
+    --json "$out/soak-$1-h200.json"
 }
+part_soak_stock() { soak stock 60; }
+part_soak_dustin() { soak dustin 420; }
 part_tests() { # on real weights: outputs equal the reference and stock vLLM's
   DUSTIN_TEST_MODELS=$models python3 -m pytest "$repo/tests/test_gpu_engine.py" -q -p no:cacheprovider
 }
