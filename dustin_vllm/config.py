@@ -490,6 +490,47 @@ def _unsupported(vllm_config: VllmConfig) -> list[str]:
     return reasons
 
 
+def other_pair(profile: Profile, pair: PairShape) -> str:
+    """How a profile's models differ from a pair in what scoring heads go by; "" if they do not.
+
+    A profile without shapes can only be held against the layers and heads it names.
+    """
+    if profile.match is not None:
+        for side in ("target", "draft"):
+            for name in ("layers", "heads", "kv_heads", "head_dim"):
+                made, is_ = (getattr(getattr(p, side), name) for p in (profile.match, pair))
+                if made != is_:
+                    return f"its {side} has {made} {name}, this one {is_}"
+    wanted = DustinConfig.model_validate(profile.settings)
+    try:
+        for side in ("target", "draft"):
+            shape = getattr(pair, side)
+            heads = getattr(wanted, f"{side}_heads")
+            _resolve_heads(heads, f"{side}_heads", shape.layers, shape.heads)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def warnings(vllm_config: VllmConfig, settings: Settings) -> list[str]:
+    """What is allowed but probably a mistake, for the log at start."""
+    found = []
+    if settings.config.budget < MIN_SENSIBLE_BUDGET:
+        found.append(
+            f"dustin.budget={settings.config.budget} is small: below {MIN_SENSIBLE_BUDGET} quality "
+            "is known to suffer"
+        )
+    if settings.config.profile is not None:
+        profile = load_profile(settings.config.profile)
+        why = other_pair(profile, _pair_of(vllm_config))
+        if why:
+            found.append(
+                f"dustin.profile={settings.config.profile!r} was made for {profile.target} + "
+                f"{profile.draft}: {why}; name the profile of this pair or leave it out"
+            )
+    return found
+
+
 def is_active(vllm_config: VllmConfig) -> bool:
     """Whether sparse verification can run: DUSTIN chosen, with a draft model.
 
@@ -534,6 +575,11 @@ def is_replicated(vllm_config: VllmConfig) -> bool:
     return draft < vllm_config.parallel_config.tensor_parallel_size
 
 
+def _pair_of(vllm_config: VllmConfig) -> PairShape:
+    target, draft = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
+    return PairShape(ModelShape.of(target.hf_text_config), ModelShape.of(draft.hf_text_config))
+
+
 def resolve(vllm_config: VllmConfig, changes: dict[str, Any] | None = None) -> Settings:
     """Check one vLLM configuration and resolve Dustin's settings against it.
 
@@ -547,9 +593,7 @@ def resolve(vllm_config: VllmConfig, changes: dict[str, Any] | None = None) -> S
     if reasons:
         raise ConfigError("attention backend DUSTIN: " + "; ".join(reasons))
     speculative = vllm_config.speculative_config
-    target, draft = vllm_config.model_config, speculative.draft_model_config
-    # Only now: models that are refused need not have heads.
-    pair = PairShape(ModelShape.of(target.hf_text_config), ModelShape.of(draft.hf_text_config))
+    pair = _pair_of(vllm_config)  # only now: models that are refused need not have heads
     additional = vllm_config.additional_config
     if changes:
         additional = {KEY: {**additional.get(KEY, {}), **changes}}

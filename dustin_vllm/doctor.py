@@ -450,37 +450,13 @@ def check_profile(setup: Setup, pair: Any) -> Check | None:
             str(error),
             "restore the file, make it anew with dustin calibrate, or leave out the profile",
         )
-    if pair is not None and (why := other_pair(profile, pair)):
+    if pair is not None and (why := config.other_pair(profile, pair)):
         return Check(
             "profile",
             f"{name} was made for {profile.target} + {profile.draft}: {why}",
             "name the profile of this pair, make one with dustin calibrate, or leave it out",
         )
     return Check("profile", f"{name} ({'' if profile.calibrated else 'not '}calibrated)")
-
-
-def other_pair(profile: Any, pair: Any) -> str:
-    """How a profile's models differ from a pair in what scoring heads go by; "" if they do not.
-
-    A profile without shapes can only be held against the layers and heads it names.
-    """
-    from dustin_vllm import config
-
-    if profile.match is not None:
-        for side in ("target", "draft"):
-            for name in ("layers", "heads", "kv_heads", "head_dim"):
-                made, is_ = (getattr(getattr(p, side), name) for p in (profile.match, pair))
-                if made != is_:
-                    return f"its {side} has {made} {name}, this one {is_}"
-    wanted = config.DustinConfig.model_validate(profile.settings)
-    try:
-        for side in ("target", "draft"):
-            shape = getattr(pair, side)
-            heads = getattr(wanted, f"{side}_heads")
-            config._resolve_heads(heads, f"{side}_heads", shape.layers, shape.heads)
-    except config.ConfigError as error:
-        return str(error)
-    return ""
 
 
 def check_models(model: str, draft: str) -> tuple[Any, list[Check]]:

@@ -364,12 +364,8 @@ def _prepare(platform: Any, vllm_config: Any) -> None:
         )
     if cache.enable_prefix_caching and settings.publishes_prompts_only:
         _use_scheduler(vllm_config.scheduler_config)
-    if settings.config.budget < config.MIN_SENSIBLE_BUDGET:
-        logger.warning(
-            "dustin.budget=%d is small: below %d quality is known to suffer",
-            settings.config.budget,
-            config.MIN_SENSIBLE_BUDGET,
-        )
+    for message in config.warnings(vllm_config, settings):
+        logger.warning("%s", message)
 
 
 def _use_scheduler(scheduler: Any) -> None:

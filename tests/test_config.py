@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 
 import pytest
 from conftest import engine_args, write_tiny_qwen2
@@ -334,6 +335,22 @@ def test_a_profile_is_used_when_the_shapes_match(target, draft, tmp_path, monkey
     assert config.profile_note(first.config).endswith("not calibrated: default heads")
     del files["a-default"]
     assert resolved().config.profile is None
+
+
+def test_a_profile_of_another_pair_is_said_in_the_log(target, draft, tmp_path, caplog):
+    match = shapes(target, draft)
+    fitting = profile_file(tmp_path / "fitting.json", match=match)
+    match["draft"]["heads"] = 16
+    other = profile_file(tmp_path / "other.json", match=match)
+    vllm_logger = logging.getLogger("vllm")
+    vllm_logger.propagate, before = True, vllm_logger.propagate
+    try:
+        build(target, draft, {"profile": fitting})
+        assert "was made for" not in caplog.text
+        build(target, draft, {"profile": other})
+        assert "was made for tiny + tiny: its draft has 16 heads, this one 4" in caplog.text
+    finally:
+        vllm_logger.propagate = before
 
 
 def test_a_wrong_shape_in_a_profile_is_refused(target, draft, tmp_path):
