@@ -88,7 +88,9 @@ def test_soak(options, tmp_path):
 
 @pytest.mark.engine
 def test_a_worker_that_is_killed_ends_the_server_with_a_clear_error(options, tmp_path):
-    with soak.Server(DUSTIN, options, tmp_path) as server:
+    folder = tmp_path / ("deep" * 20)  # sockets must not be made there
+    folder.mkdir()
+    with soak.Server(DUSTIN, options, folder) as server:
         everyone = psutil.Process(server.process.pid).children(recursive=True)
         workers = [p for p in everyone if "Worker" in p.name() or "Worker" in " ".join(p.cmdline())]
         assert workers, [(p.name(), p.cmdline()) for p in everyone]

@@ -130,7 +130,10 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"{mode}.log"
-        environment = {**os.environ, **package_environment(), "TMPDIR": str(folder)}
+        # Its own, to leave nothing behind; short, as vLLM binds sockets there, whose paths may
+        # have 107 characters.
+        self._temporary = tempfile.TemporaryDirectory(prefix="dustin-", ignore_cleanup_errors=True)
+        environment = {**os.environ, **package_environment(), "TMPDIR": self._temporary.name}
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         environment.setdefault("HF_HUB_OFFLINE", "1")
         started = time.perf_counter()
@@ -188,6 +191,7 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._temporary.cleanup()
 
     def __enter__(self) -> Server:
         return self
