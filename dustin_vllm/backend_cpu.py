@@ -75,5 +75,5 @@ class DustinCPUAttentionBackendImpl(CPUAttentionBackendImpl):
         if self.capture is not None and attn_metadata is not None:
             self.capture.take(query)
         if self.deep and attn_metadata is not None:
-            attn_metadata = attn_metadata.dustin_deep
+            attn_metadata = attn_metadata.dustin_deep or attn_metadata
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)

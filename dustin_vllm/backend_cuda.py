@@ -141,7 +141,7 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
     ) -> torch.Tensor:
         if attn_metadata is not None:
             if self.deep:
-                attn_metadata = attn_metadata.dustin_deep
+                attn_metadata = attn_metadata.dustin_deep or attn_metadata
             if self.capture is not None:
                 self.capture.take(self, query)
             if self.token_pages and attn_metadata.dustin_compacted:

@@ -372,6 +372,11 @@ class Settings:
         return self.config.sparse_verification and not self.config.cache_generated
 
     @property
+    def group_merge(self) -> str:
+        """How one group merges the signals: "weighted", or "fill", of which split is a use."""
+        return "weighted" if self.config.merge == "weighted" else "fill"
+
+    @property
     def groups(self) -> tuple[LayerGroup, ...]:
         """Every group that needs a selection of its own."""
         named = (self.target, self.draft, self.deep)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dustin_vllm import demo_models, provenance
-from dustin_vllm.bench.common import package_environment
+from dustin_vllm.bench import common
 from dustin_vllm.results import ResultsError, write_json
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ BUSY_SAMPLE_SECONDS = 0.3
 SAME_SPEED = 0.05  # relative difference up to which two speeds are called the same
 TOLERATED_CORES = 0.3  # used by other programs; more makes times unreliable on a full machine
 LOOP_TOKENS = 8
-PLUGIN_NAME = "dustin"
 LOSSY_WARNING = (
     "Dustin is lossy: it accepts against the sparse target, so its output can differ from that "
     "of dense decoding."
@@ -268,13 +267,7 @@ def worker_environment(
 ) -> dict[str, str]:
     """Environment variables of a worker process. The stock modes load no plugin."""
     return {
-        **base,
-        **package_environment(),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_PLUGINS": PLUGIN_NAME if mode == DUSTIN else "",
-        "VLLM_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
+        **common.worker_environment(base, mode == DUSTIN, verbose),
         "OMP_NUM_THREADS": str(threads),
         "TMPDIR": temporary,
     }

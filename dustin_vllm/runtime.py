@@ -113,10 +113,7 @@ class DustinRuntime(ABC):
         self.runner = runner
         self.settings = settings
         self.counters = Counters()
-        # Twice the batch: preempted sequences keep their slots.
-        self.scores = SequenceScores(
-            2 * runner.scheduler_config.max_num_seqs, settings.groups, device
-        )
+        self.scores = self._new_scores(device)
         self.rows: list[Row] = []
         self._step = 0
         self._stats_file = metrics.worker_file() if get_tp_group().rank_in_group == 0 else None
@@ -154,12 +151,15 @@ class DustinRuntime(ABC):
         if (settings.deep is None) != (self.settings.deep is None):
             raise config.ConfigError("dustin.merge='split' is fixed when the engine starts")
         self.settings = settings
-        self.scores = SequenceScores(
-            2 * self.runner.scheduler_config.max_num_seqs, self.settings.groups, self.runner.device
-        )
+        self.scores = self._new_scores(self.runner.device)
         self.rows = []
         self._resize()
         self.use_policy()
+
+    def _new_scores(self, device: torch.device) -> SequenceScores:
+        # Twice the batch: preempted sequences keep their slots.
+        num_slots = 2 * self.runner.scheduler_config.max_num_seqs
+        return SequenceScores(num_slots, self.settings.groups, device)
 
     def _resize(self) -> None:  # noqa: B027
         """Make room for the selections of other settings."""

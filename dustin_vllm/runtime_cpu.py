@@ -235,7 +235,8 @@ class CpuRuntime(DustinRuntime):
             self._contexts = contexts[worth].to(torch.int32)
             self._block_table = metadata.block_table_tensor[self._to_score]
             queries = [rows[worth, last][:, None] for rows in kept]
-            self._last_queries = torch.cat([layer[:, 0] for layer in queries], dim=1)
+            if self.policy is not None:
+                self._last_queries = torch.cat([layer[:, 0] for layer in queries], dim=1)
             self._history = self.target.token_scores(queries, 1, self._block_table, self._contexts)
             self.draft.reset()
         self.counters.scoring_seconds += time.perf_counter() - started

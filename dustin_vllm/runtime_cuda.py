@@ -696,7 +696,7 @@ class CudaRuntime(DustinRuntime):
                 settings.config.sinks,
                 settings.config.recent,
                 settings.dilation_tokens,
-                "weighted" if settings.config.merge == "weighted" else "fill",
+                settings.group_merge,
                 group.lookahead_units,
                 settings.config.lookahead_weight,
             )

@@ -49,7 +49,7 @@ def merge_and_select(
     exists = units < num_units
     chosen = exists & ((units < -(-config.sinks // unit)) | (units >= first_recent))
     free = group.budget_units - chosen.sum(1)
-    if config.merge != "weighted":
+    if settings.group_merge == "fill":
         first = free.clamp(max=group.lookahead_units)
         candidates = exists & ~chosen
         chosen = chosen | _top(lookahead.masked_fill(~candidates, _NEVER), first)
@@ -110,10 +110,10 @@ def share_by_depth(built: Any, planned: Any) -> Any:
         planned: what it was built from, with ``dustin_deep_table`` if there is such a table.
 
     Returns:
-        ``built``, whose ``dustin_deep`` is what deep layers use.
+        ``built``, whose ``dustin_deep`` is what deep layers use; None: ``built`` itself.
     """
     table = getattr(planned, "dustin_deep_table", None)
-    built.dustin_deep = built
+    built.dustin_deep = None
     if table is not None:
         built.dustin_deep = copy.copy(built)
         built.dustin_deep.block_table = table

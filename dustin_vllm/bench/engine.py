@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dustin_vllm import provenance
-from dustin_vllm.bench.common import BenchError, package_environment, pyplot
+from dustin_vllm.bench import common
+from dustin_vllm.bench.common import BenchError, pyplot
 from dustin_vllm.bench.presets import PRESETS, scoring_layers, write_models
 from dustin_vllm.results import ResultsError, write_json
 
@@ -346,14 +347,8 @@ def engine_arguments(job: Job, on_cpu: bool) -> dict[str, Any]:
 def worker_environment(mode: str, base: Mapping[str, str], verbose: bool) -> dict[str, str]:
     """Environment variables of a worker process. The stock modes load no plugin."""
     return {
-        **base,
-        **package_environment(),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        **common.worker_environment(base, mode in OURS, verbose),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_PLUGINS": "dustin" if mode in OURS else "",
-        "VLLM_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
     }
 
 
@@ -771,9 +766,16 @@ def add_ratios(results: Mapping[str, dict[str, Any]]) -> None:
             result[f"over_{name}"] = speed / reference if reference else None
 
 
-def label(options: EngineOptions, result: Mapping[str, Any], title: str) -> str:
+def titles(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Names of results (see ``label``) for people."""
+    return [
+        name.replace(result["mode"], TITLES[result["mode"]], 1) for name, result in results.items()
+    ]
+
+
+def label(options: EngineOptions, result: Mapping[str, Any]) -> str:
     """A name for one result: the mode, and what else differs between results."""
-    parts = [title]
+    parts = [result["mode"]]
     for name, values in (
         ("budget", options.budgets),
         ("batch", options.batches),
@@ -794,8 +796,8 @@ def make_table(title: str, results: Mapping[str, Mapping[str, Any]]) -> Table:
 
     table = Table(title=title)
     table.add_column("")
-    for name, result in results.items():
-        table.add_column(name.replace(result["mode"], TITLES[result["mode"]], 1), justify="right")
+    for name in titles(results):
+        table.add_column(name, justify="right")
 
     def row(name: str, cells: Iterable[Any], form: str = "") -> None:
         shown = ["-" if cell is None else format(cell, form) for cell in cells]
@@ -840,10 +842,7 @@ def plot(results: Mapping[str, Mapping[str, Any]], path: Path, title: str) -> No
     """
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    names = [
-        name.replace(result["mode"], TITLES[result["mode"]], 1).replace(", ", "\n")
-        for name, result in results.items()
-    ]
+    names = [name.replace(", ", "\n") for name in titles(results)]
     bars = left.bar(names, [result["tokens_per_second"] for result in results.values()])
     left.bar_label(bars, fmt="%.0f")
     left.set_ylabel("tokens/s")
@@ -938,7 +937,7 @@ def run_engine(
             if why is not None:
                 fail(f"{TITLES[job.mode]}: {why}")
                 continue
-            results[label(options, result, job.mode)] = result
+            results[label(options, result)] = result
             errors.print(
                 f"  batch {result['batch']}, context {result['context']}: "
                 f"{result['tokens_per_second']:.0f} tokens/s (load {result['load_seconds']:.0f} s, "

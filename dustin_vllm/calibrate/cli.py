@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from dustin_vllm.bench.cli import needs_vllm
+
 app = typer.Typer(name="calibrate", add_completion=False)
 
 
@@ -80,7 +82,7 @@ def calibrate(
     """Find the scoring heads and selection parameters of a pair of models."""
     from rich.console import Console
 
-    try:
+    with needs_vllm():
         import torch
 
         from dustin_vllm.calibrate.attention import CalibrationError
@@ -88,11 +90,6 @@ def calibrate(
         from dustin_vllm.calibrate.run import calibrate as run
         from dustin_vllm.config import ConfigError
         from dustin_vllm.results import ResultsError
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "transformers", "safetensors"):
-            raise
-        typer.echo(f"{error.name} is not installed: pip install 'dustin-vllm[cpu]'", err=True)
-        raise typer.Exit(1) from error
     needed = (["optuna"] if settings is None else []) + (["matplotlib"] if figures else [])
     for package in needed:  # before an hour of work, not after it
         try:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dustin_vllm.bench.cli import json_object, numbers
+from dustin_vllm.bench.cli import json_object, needs_vllm, numbers
 
 DEFAULT_TASKS = "passkey,multikey,copy,edit,agreement,summary,continuation,drift"
 
@@ -80,7 +80,7 @@ def evaluate(
     """Measure what sparse verification costs in quality, against rival selection policies."""
     from rich.console import Console
 
-    try:
+    with needs_vllm():
         from dustin_vllm.bench.common import BenchError
         from dustin_vllm.config import ConfigError
         from dustin_vllm.eval import report
@@ -88,11 +88,6 @@ def evaluate(
         from dustin_vllm.eval.run import evaluate as run
         from dustin_vllm.eval.tasks import EvalError
         from dustin_vllm.results import ResultsError
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "transformers", "safetensors"):
-            raise
-        typer.echo(f"{error.name} is not installed: pip install 'dustin-vllm[cpu]'", err=True)
-        raise typer.Exit(1) from error
     options = Options(
         model=model,
         draft=draft,

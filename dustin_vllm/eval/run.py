@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dustin_vllm import provenance
-from dustin_vllm.bench.common import package_environment
+from dustin_vllm.bench.common import worker_environment
 from dustin_vllm.eval import report
 from dustin_vllm.eval.engine import CPU_BLOCK, DENSE, Configuration, Job
 from dustin_vllm.eval.tasks import FREE, TASKS, EvalError, Maker, Sample, score
@@ -199,19 +199,6 @@ def key_of(options: Options, samples: Sequence[Sample]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def worker_environment(verbose: bool) -> dict[str, str]:
-    """Environment variables of an engine's process."""
-    return {
-        **os.environ,
-        **package_environment(),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_PLUGINS": "dustin",
-        "VLLM_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-
-
 def run_engine(job: Job, verbose: bool = False) -> Iterator[dict[str, Any]]:
     """Run a job in a fresh process and yield its results as they come.
 
@@ -230,7 +217,7 @@ def run_engine(job: Job, verbose: bool = False) -> Iterator[dict[str, Any]]:
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr if verbose else output,
                 stderr=None if verbose else subprocess.STDOUT,
-                env=worker_environment(verbose),
+                env=worker_environment(os.environ, True, verbose),
                 start_new_session=True,  # so that its own workers can be ended with it
             )
             begun = ""
