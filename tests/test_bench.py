@@ -383,6 +383,13 @@ def test_jobs_run_the_same_models_and_prompts(tmp_path: Path) -> None:
     ]
     assert heads == [16, 14]  # stock vLLM wants heads that the ranks divide
 
+    pairs = engine.EngineOptions(cells=((2, 1024), (1, 2048)))
+    cells = engine.make_jobs(pairs, tmp_path / "cells", on_cpu=False)[0].cells
+    assert [(cell.batch, cell.context) for cell in cells] == [(2, 1024), (1, 2048)]
+    assert engine.label(pairs, {"mode": "plain", "budget": None, "batch": 1, "context": 2048}) == (
+        "plain, batch 1, context 2048"
+    )
+
     shared = engine.make_jobs(
         engine.EngineOptions(batches=(3,), contexts=(1024,), share_prompt=True),
         tmp_path / "b",

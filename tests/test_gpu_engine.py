@@ -86,6 +86,7 @@ def assert_agree(outputs: list[list[int]], expected: list[list[int]]) -> None:
 def start(make_llm, pair):
     def start(dustin, draft=pair[1], **kw):
         args = {"dtype": "float16", "block_size": 16, "max_model_len": 4096}
+        args["gpu_memory_utilization"] = 0.2  # others may use the GPU, too
         return make_llm(pair[0], draft, dustin, **{**args, **kw})
 
     return start

@@ -3,7 +3,9 @@
 #
 #   h200.sh OUT PART...       parts one after the other; JSON, plots and logs go to OUT
 #
-# CUDA_VISIBLE_DEVICES picks the GPU; MODELS is a folder with qwen2.5-coder-0.5b and its draft.
+# CUDA_VISIBLE_DEVICES picks the GPU; MODELS is a folder with qwen2.5-coder-0.5b and its draft, TEXT
+# one with books, essays and the factbook. SHARE: the part of the GPU's memory for an evaluation that
+# runs beside other parts (what is timed has to run alone).
 # A part that fails does not stop the next ones.
 set -uo pipefail
 out=$(realpath "$1"); shift
@@ -28,12 +30,9 @@ part_attention_hnd() {
 }
 part_7b() { engine engine-7b-h200 --preset 7b --fill-kv --modes plain,stock,loop,dustin; }
 part_72b() { engine engine-72b-20-layers-h200 --preset 72b --layers 20 --fill-kv --modes plain,stock,dustin; }
-part_7b_long() { # how a step grows with the context
-  engine engine-7b-long-h200 --preset 7b --fill-kv --modes stock,dustin --batch 4 --context 32768,65536,130000 --steps 60
-}
-part_7b_wide() { engine engine-7b-batch-64-h200 --preset 7b --fill-kv --modes plain,stock,dustin --batch 64 --context 8192 --steps 60; }
-part_gate() { # below dense_below every row is dense: what does having the plugin cost?
-  engine engine-7b-gate-h200 --preset 7b --fill-kv --modes stock,lossless,dustin --context 2048 --dustin-json '{"dense_below": 4096}'
+part_7b_contexts() { # how a step grows with the context; a large batch; 2k, where every row is dense
+  engine engine-7b-contexts-h200 --preset 7b --fill-kv --modes stock,dustin --steps 60 --dustin-json '{"dense_below": 4096}' \
+    --cells 16x2048,64x8192,4x32768,4x65536,4x130000
 }
 part_pair() {
   code
@@ -45,12 +44,12 @@ part_pair_draft_budgets() { # acceptance of drafting sparsely, with dense verifi
     engine "qwen-draft-$budget-h200" "${pair[@]}" --text code.txt --modes lossless --batch 32 --context 16384,28672 --budget 1024 --steps 60 --dustin-json "{\"draft_budget\": $budget}"
   done
 }
-part_tp2_fp8() {
-  engine engine-72b-fp8-tp2-h200 --preset 72b --fill-kv --tp 2 --quantization fp8 --modes plain,dustin,stock --steps 60 --llm-json '{"gpu_memory_utilization": 0.95}'
+tp2() { # 72B shape whole; graphs for the measured batch only, all modes
+  engine "$1" --preset 72b --fill-kv --tp 2 --batch "$2" --modes plain,dustin,stock --steps 60 "${@:4}" \
+    --llm-json "{\"gpu_memory_utilization\": 0.95, \"compilation_config\": {\"cudagraph_capture_sizes\": [$3]}}"
 }
-part_tp2_bf16() {
-  engine engine-72b-bf16-tp2-h200 --preset 72b --fill-kv --tp 2 --batch 8 --modes plain,dustin,stock --steps 60 --llm-json '{"gpu_memory_utilization": 0.95}'
-}
+part_tp2_fp8() { tp2 engine-72b-fp8-tp2-h200 16 16,80 --quantization fp8; }
+part_tp2_bf16() { tp2 engine-72b-bf16-tp2-h200 8 8,40; }
 part_paper() { # four GPUs
   engine paper-72b-tp4-h200 --preset paper-72b --tp 4
 }
@@ -62,7 +61,7 @@ part_calibrate_16k() { # TEXT: a folder with books, essays and the factbook
     --context 16384 --budget 512 --held-out 16 --device cuda --max-seconds 150
 }
 evaluate() { # quality on tasks; TEXT as above
-  python3 -m dustin_vllm.cli eval "${pair[@]}" --text "$TEXT" --batch 32 --json "$out/$1.json" --plot "$out/$1.png" "${@:2}"
+  python3 -m dustin_vllm.cli eval "${pair[@]}" --text "$TEXT" --batch 32 --llm-json "{\"gpu_memory_utilization\": ${SHARE:-0.85}}" --json "$out/$1.json" --plot "$out/$1.png" "${@:2}"
 }
 part_eval_smoke() { evaluate eval-smoke --context 16384 --samples 2 --policies dustin --budget 512 --output-tokens 64 --tasks passkey,copy,continuation --max-seconds 120; }
 part_eval_tasks() {
@@ -78,13 +77,12 @@ part_eval_granularity() {
   evaluate eval-granularity-h200 --context 16384 --granularity block,token --policies dustin --budget 512,1024 \
     --tasks passkey,multikey,copy,edit,continuation --samples 16 --max-seconds 300
 }
-soak() { # requests against the OpenAI server: $1 mode, $2 seconds of rough load
+soak() { # requests against the OpenAI server
   cat "$TEXT"/books/* > books.txt
-  bench soak "${pair[@]}" --modes "$1" --seconds "$2" --text books.txt --longest 24576 --requests 200 --concurrency 16 \
-    --json "$out/soak-$1-h200.json"
+  bench soak "${pair[@]}" --text books.txt --longest 24576 --concurrency 16 --json "$out/$1.json" "${@:2}"
 }
-part_soak_stock() { soak stock 60; }
-part_soak_dustin() { soak dustin 420; }
+part_soak() { soak soak-h200 --modes stock,dustin --seconds 30 --requests 200; } # measured: alone on its GPU
+part_soak_load() { soak soak-load-h200 --modes dustin --seconds 420 --requests 200 --server-args "--gpu-memory-utilization 0.25"; }
 part_tests() { # on real weights: outputs equal the reference and stock vLLM's
   DUSTIN_TEST_MODELS=$models python3 -m pytest "$repo/tests/test_gpu_engine.py" -q -p no:cacheprovider
 }

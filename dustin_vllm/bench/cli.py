@@ -185,6 +185,13 @@ def engine(
         str | None, typer.Option(help="Sequences, as 16 or 16,32. Default: 16, or the preset's.")
     ] = None,
     context: Annotated[str, typer.Option(help="Tokens of every sequence, 256 or more.")] = "32768",
+    cells: Annotated[
+        str | None,
+        typer.Option(
+            help="Pairs of batch and context, as 64x8192,4x130000, instead of every --batch at "
+            "every --context."
+        ),
+    ] = None,
     gamma: Gamma = 4,
     acceptance: Annotated[
         float | None,
@@ -244,7 +251,11 @@ def engine(
         if value not in known:
             raise typer.BadParameter(f"choose among {', '.join(known)}", param_hint=name)
     contexts = numbers(context, "--context")
-    if min(contexts) < 256:
+    given = cells.split(",") if cells else []
+    pairs = [numbers(pair.replace("x", ","), "--cells") for pair in given]
+    if any(len(pair) != 2 for pair in pairs):
+        raise typer.BadParameter("write pairs as 64x8192,4x130000", param_hint="--cells")
+    if min(contexts + tuple(pair[1] for pair in pairs)) < 256:
         raise typer.BadParameter("at least 256 tokens", param_hint="--context")
     defaults = PRESETS[preset]
     options = EngineOptions(
@@ -258,6 +269,7 @@ def engine(
         modes=words(modes, MODES, "--modes"),
         batches=defaults.batches if batch is None else numbers(batch, "--batch"),
         contexts=contexts,
+        cells=tuple((pair[0], pair[1]) for pair in pairs),
         gamma=gamma,
         acceptance=acceptance,
         budgets=defaults.budgets if budget is None else numbers(budget, "--budget"),

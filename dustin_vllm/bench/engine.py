@@ -78,6 +78,7 @@ class EngineOptions:
     modes: tuple[str, ...] = (PLAIN, STOCK, DUSTIN)
     batches: tuple[int, ...] = (16,)
     contexts: tuple[int, ...] = (32768,)
+    cells: tuple[tuple[int, int], ...] = ()  # (batch, context); empty: every batch at every context
     gamma: int = 4
     acceptance: float | None = None
     budgets: tuple[int, ...] = (512,)
@@ -258,8 +259,8 @@ def make_jobs(options: EngineOptions, folder: Path, on_cpu: bool) -> list[Job]:
 
     cells = [
         make_cell(options, batch, context, configs)
-        for context in options.contexts
-        for batch in options.batches
+        for batch, context in options.cells
+        or [(batch, context) for context in options.contexts for batch in options.batches]
     ]
     longest = max(len(cell.prompts[0]) + cell.max_tokens for cell in cells) + options.gamma + 1
     acceptance = options.acceptance
@@ -778,8 +779,8 @@ def label(options: EngineOptions, result: Mapping[str, Any]) -> str:
     parts = [result["mode"]]
     for name, values in (
         ("budget", options.budgets),
-        ("batch", options.batches),
-        ("context", options.contexts),
+        ("batch", options.cells or options.batches),
+        ("context", options.cells or options.contexts),
     ):
         if len(values) > 1 and result[name] is not None:
             parts.append(f"{name} {result[name]}")
@@ -956,7 +957,10 @@ def run_engine(
     if results:
         what = options.preset if options.model is None else options.model.name
         batches, contexts = (",".join(map(str, v)) for v in (options.batches, options.contexts))
-        title = f"{what}, batch {batches}, {contexts} tokens, γ = {options.gamma}"
+        sizes = f"batch {batches}, {contexts} tokens, "
+        if options.cells:
+            sizes = ""  # in the columns' names
+        title = f"{what}, {sizes}γ = {options.gamma}"
         if options.share_prompt:
             title += ", shared prompt (KV blocks shared: not what real traffic reads)"
         console.print(make_table(title, results))
