@@ -56,7 +56,9 @@ class DustinConfig(BaseModel):
         "budget. None: all.",
     )
     granularity: Literal["auto", "block", "token"] = Field(
-        "auto", description="Unit of selection: KV-cache blocks or single tokens."
+        "auto",
+        description="Unit of selection: KV-cache blocks or single tokens. auto: tokens where "
+        "FlashAttention 3 reads them, else blocks.",
     )
     sinks: int = Field(4, ge=0, description="First tokens that every row reads.")
     recent: int = Field(64, ge=0, description="Last context tokens that every row reads.")
@@ -716,14 +718,24 @@ def _budget_units(config: DustinConfig, name: str, tokens: int, unit: int) -> in
 def _resolve_unit(config: DustinConfig, block_size: int) -> int:
     from vllm.platforms import current_platform
 
-    if config.granularity == "token":
-        if current_platform.is_cpu():
-            raise ConfigError(
-                "dustin.granularity='token' needs a GPU: the CPU backend packs its blocks; "
-                "use 'block' or 'auto'"
-            )
-        return 1
-    return block_size
+    if config.granularity == "token" and current_platform.is_cpu():
+        raise ConfigError(
+            "dustin.granularity='token' needs a GPU: the CPU backend packs its blocks; "
+            "use 'block' or 'auto'"
+        )
+    by_token = config.granularity == "token"
+    if config.granularity == "auto":
+        # Rivals rank blocks, as their papers do.
+        ours = config.policy in policies.BUILT_IN
+        by_token = ours and current_platform.is_cuda() and flash_attention_version() == 3
+    return 1 if by_token else block_size
+
+
+def flash_attention_version() -> int | None:
+    """The FlashAttention that vLLM uses on this CUDA device; 3 reads pages of one token."""
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    return get_flash_attn_version()
 
 
 def describe(

@@ -296,19 +296,12 @@ def _attention_workspaces(
     return made
 
 
-def flash_attention_version() -> int | None:
-    """The FlashAttention that vLLM uses on this device."""
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-
-    return get_flash_attn_version()
-
-
 def uses_triton(settings: Settings) -> bool:
     """Whether batches that only verify use our attention kernel."""
     kernel = settings.config.verify_kernel
     if kernel == "auto":
         # FlashAttention 2 has no schedule to share between layers and was not measured.
-        return flash_attention_version() != 3
+        return config.flash_attention_version() != 3
     return kernel == "triton"
 
 
@@ -318,7 +311,7 @@ def check_granularity(settings: Settings) -> None:
     Raises:
         ConfigError: token granularity without FlashAttention 3.
     """
-    version = flash_attention_version()
+    version = config.flash_attention_version()
     if settings.unit == 1 and version != 3:
         raise config.ConfigError(
             f"dustin.granularity='token' needs FlashAttention 3 (Hopper), which reads pages of one "

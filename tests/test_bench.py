@@ -109,7 +109,13 @@ class Mask:
 
 def get_operator(splits, *, block_n):
     assert block_n == 16
-    return splits
+    return types.SimpleNamespace(
+        not_supported_reasons=lambda inputs: [kernels.NOT_BUILT],
+        apply=lambda inputs, needs_gradient: (forward(**vars(inputs), op=splits), None),
+    )
+
+def make_inputs(query, key, value, mask, *, scale):
+    return types.SimpleNamespace(query=query, key=key, value=value, mask=mask, scale=scale)
 
 def forward(query, key, value, mask, *, scale, op):
     assert query.ndim == key.ndim == value.ndim == 5 and key.shape[2:] == query.shape[2:]
@@ -127,7 +133,7 @@ def forward(query, key, value, mask, *, scale, op):
     return out
 
 xformers, ops, fmha = (types.ModuleType(n) for n in ("xformers", "ops", "fmha"))
-xformers.ops, ops.fmha, fmha.memory_efficient_attention_forward = ops, fmha, forward
+xformers.ops, ops.fmha, fmha.Inputs = ops, fmha, make_inputs
 fmha.attn_bias = types.SimpleNamespace(PagedBlockDiagonalCausalWithOffsetPaddedKeysMask=Mask)
 fmha.triton_splitk = types.SimpleNamespace(FwOp=types.SimpleNamespace(get_operator=get_operator))
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 from conftest import engine_args, write_tiny_qwen2
 
 from dustin_vllm import config
-from dustin_vllm.config import ConfigError, HeadSet
+from dustin_vllm.config import ConfigError, DustinConfig, HeadSet
 
 
 def build(target, draft, dustin, **kw):
@@ -51,6 +52,27 @@ def build(target, draft, dustin, **kw):
 def test_wrong_settings_are_refused_at_start(target, draft, settings, message):
     with pytest.raises(ValueError, match=message):
         build(target, draft, settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flash", "unit"),
+    [
+        ({}, 3, 1),
+        ({}, 2, 16),
+        ({}, None, 16),
+        ({"granularity": "block"}, 3, 16),
+        ({"policy": "quest"}, 3, 16),
+        ({"policy": "history"}, 3, 1),
+        ({"granularity": "token"}, 2, 1),  # refused later, with FlashAttention's version
+    ],
+)
+def test_the_unit_is_a_token_where_flash_attention_reads_tokens(monkeypatch, settings, flash, unit):
+    from vllm import platforms
+
+    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
+    monkeypatch.setattr(platforms, "_current_platform", gpu)
+    monkeypatch.setattr(config, "flash_attention_version", lambda: flash)
+    assert config._resolve_unit(DustinConfig(**settings), 16) == unit
 
 
 def test_settings_must_be_an_object(target, draft):

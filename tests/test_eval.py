@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -700,6 +701,18 @@ def test_options_that_cannot_work_are_refused(pair, tmp_path, more, message):
     assert done.exit_code == 2
     assert message in done.output.replace("\n", " ")
     assert not (tmp_path / "out.json").exists()
+
+
+def test_an_evaluation_that_is_ended_unwinds(pair, tmp_path, monkeypatch):
+    """Only then its engine is ended, too, and leaves the GPU's memory."""
+    monkeypatch.setattr(run, "make_samples", lambda _: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run.evaluate(run.Options(*pair), None, False, print)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 # ---- trace --------------------------------------------------------------------------------

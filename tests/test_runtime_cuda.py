@@ -123,7 +123,7 @@ class FakeEngine:
             draft_heads=HeadSet(((0, (0, 3)),)),
         )
         monkeypatch.setattr(runtime_cuda.config, "resolve", lambda _: self.settings)
-        monkeypatch.setattr(runtime_cuda, "flash_attention_version", lambda: 3)
+        monkeypatch.setattr(runtime_cuda.config, "flash_attention_version", lambda: 3)
         for module in (runtime, runtime_cuda):
             monkeypatch.setattr(module, "get_tp_group", lambda: ONE_RANK)
         self.layers = {model: {i: self.layer() for i in range(2)} for model in ("target", "draft")}
@@ -368,7 +368,7 @@ def test_rows_are_split_only_where_they_leave_multiprocessors_idle(monkeypatch, 
 def test_without_flash_attention_3_our_kernel_serves_blocks_only(monkeypatch):
     engine = FakeEngine(monkeypatch, 16, None, "auto")
     assert not runtime_cuda.uses_triton(engine.settings)
-    monkeypatch.setattr(runtime_cuda, "flash_attention_version", lambda: 2)
+    monkeypatch.setattr(runtime_cuda.config, "flash_attention_version", lambda: 2)
     assert runtime_cuda.uses_triton(engine.settings)
     runtime_cuda.check_granularity(engine.settings)
     tokens = dataclasses.replace(engine.settings, unit=1)
@@ -434,7 +434,7 @@ def test_acceptance_is_counted_by_mode(monkeypatch):
 def test_buffers_for_64_sequences_of_32k_are_small(monkeypatch):
     """Heads of Qwen2.5-72B and 0.5B, the scoring heads of the paper, single tokens."""
     monkeypatch.setattr(runtime_cuda, "get_tp_group", lambda: ONE_RANK)
-    monkeypatch.setattr(runtime_cuda, "flash_attention_version", lambda: 3)
+    monkeypatch.setattr(runtime_cuda.config, "flash_attention_version", lambda: 3)
     heads = {"target": (64, 8, 128), "draft": (14, 2, 64)}
     target, draft = (
         SimpleNamespace(

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,24 @@ def worker_environment(base: Mapping[str, str], plugin: bool, verbose: bool) -> 
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def end_workers_too() -> None:
+    """From now on SIGTERM unwinds this process, so that it ends the engine it has started. Such an
+    engine is in a session of its own, and would keep its GPU's memory."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+LAST_LINES, CAUSES = 40, 5
+# A line with the name of an exception; the last of a log are seldom the cause of the others.
+_RAISED = re.compile(r"\b\w*(Error|Exception)\b: \S")
+
+
+def last_words(log: Path) -> str:
+    """The end of a process's output, after the first exceptions that are not in it."""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    earlier = [line for line in lines[:-LAST_LINES] if _RAISED.search(line)]
+    return "\n".join([*list(dict.fromkeys(earlier))[:CAUSES], *lines[-LAST_LINES:]])
 
 
 class BenchError(RuntimeError):

@@ -61,7 +61,6 @@ SLACK_STEPS = 16
 CPU_BLOCK = 32
 OWN_SUFFIX = 32  # last prompt tokens, which differ even with --share-prompt
 MIN_SPARSE_SHARE = 0.99
-LOG_LINES = 40
 
 
 @dataclass(frozen=True)
@@ -734,9 +733,8 @@ def run_worker(job: Job, options: EngineOptions) -> tuple[list[dict[str, Any]], 
             return outcome["cells"], None
         if "error" in outcome:
             return outcome["cells"], f"{TITLES[job.mode]}: {outcome['error']}"
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        why = f"{TITLES[job.mode]} failed (exit code {code}):\n" + "\n".join(lines[-LOG_LINES:])
-        return outcome["cells"], why
+        said = common.last_words(log)
+        return outcome["cells"], f"{TITLES[job.mode]} failed (exit code {code}):\n{said}"
 
 
 # ---- the report ---------------------------------------------------------------------------
@@ -842,7 +840,8 @@ def plot(results: Mapping[str, Mapping[str, Any]], path: Path, title: str) -> No
         BenchError: matplotlib is not installed.
     """
     plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    many = len(results) > 5
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 6) if many else (11, 4))
     names = [name.replace(", ", "\n") for name in titles(results)]
     bars = left.bar(names, [result["tokens_per_second"] for result in results.values()])
     left.bar_label(bars, fmt="%.0f")
@@ -857,6 +856,8 @@ def plot(results: Mapping[str, Mapping[str, Any]], path: Path, title: str) -> No
     right.set_ylabel("GPU ms per step")
     if any(profiles):
         right.legend(fontsize="small")
+    for axis in (left, right):
+        axis.tick_params("x", rotation=90 * many)
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
@@ -912,8 +913,7 @@ def run_engine(
 
     from dustin_vllm.demo_models import cache_folder
 
-    # Ended by a signal, it must end its worker too, which would keep the GPU's memory.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    common.end_workers_too()
     results: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
 

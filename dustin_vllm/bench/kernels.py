@@ -139,12 +139,17 @@ def triton_attention(call: Call, num_splits: int) -> Callable[[torch.Tensor], ob
     return run
 
 
+# Why xformers' dispatcher refuses every operator when its compiled library does not load.
+NOT_BUILT = "xFormers wasn't build with CUDA support"
+
+
 def xformers_attention(call: Call, num_splits: int) -> Callable[[torch.Tensor], object]:
     """xformers' split-K attention under its paged, causal block-diagonal mask.
 
     Of xformers' operators that know pages it is the one that is not compiled into its wheel but
-    written in Triton, so it runs beside any torch. Heads of a group share their keys by a stride
-    of 0, which it turns into query rows.
+    written in Triton, so it runs beside any torch. It is asked directly, since xformers' dispatcher
+    refuses every operator when its compiled library does not fit the torch. Heads of a group share
+    their keys by a stride of 0, which it turns into query rows.
 
     Raises:
         Unavailable: not installed, pages too short for it, or it refuses the inputs.
@@ -175,11 +180,12 @@ def xformers_attention(call: Call, num_splits: int) -> Callable[[torch.Tensor], 
     def run(cache: torch.Tensor) -> None:
         if not cache.is_contiguous():
             raise Unavailable("it would copy an HND cache")
-        keys, values = call.views(cache)
-        out = fmha.memory_efficient_attention_forward(
-            queries, grouped(keys), grouped(values), mask, scale=head_dim**-0.5, op=operator
-        )
-        call.out = out.view(call.queries.shape)
+        keys, values = (grouped(pages) for pages in call.views(cache))
+        inputs = fmha.Inputs(queries, keys, values, mask, scale=head_dim**-0.5)
+        reasons = [r for r in operator.not_supported_reasons(inputs) if r != NOT_BUILT]
+        if reasons:
+            raise Unavailable("; ".join(reasons))
+        call.out = operator.apply(inputs, needs_gradient=False)[0].view(call.queries.shape)
 
     return run
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dustin_vllm import provenance
-from dustin_vllm.bench.common import BenchError, package_environment
+from dustin_vllm.bench.common import BenchError, end_workers_too, package_environment
 from dustin_vllm.results import ResultsError, read_json, write_json
 
 if TYPE_CHECKING:
@@ -626,8 +626,7 @@ def run_soak(
     """
     results: dict[str, Any] = {}
     failed = False
-    # Ended by a signal, it must end its server too, which would keep the GPU's memory.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_workers_too()
     for mode in options.modes:
         errors.print(f"{mode} ...")
         with tempfile.TemporaryDirectory(prefix="dustin-soak-") as folder:

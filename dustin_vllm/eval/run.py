@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from dustin_vllm import provenance
-from dustin_vllm.bench.common import worker_environment
+from dustin_vllm.bench.common import end_workers_too, last_words, worker_environment
 from dustin_vllm.eval import report
 from dustin_vllm.eval.engine import CPU_BLOCK, DENSE, Configuration, Job
 from dustin_vllm.eval.tasks import FREE, TASKS, EvalError, Maker, Sample, score
 from dustin_vllm.results import ResultsError, read_json, write_json
 
-LOG_LINES = 40
 GRACE = 60  # seconds after the deadline in which a configuration may still end
 MIN_SPARSE_SHARE = 0.95
 
@@ -239,10 +238,8 @@ def run_engine(job: Job, verbose: bool = False) -> Iterator[dict[str, Any]]:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if process.returncode:
-            said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             raise EvalError(
-                f"the engine failed (exit code {process.returncode}):\n"
-                + "\n".join(said[-LOG_LINES:])
+                f"the engine failed (exit code {process.returncode}):\n{last_words(log)}"
             )
 
 
@@ -359,6 +356,7 @@ def evaluate(
         EvalError: options, models or text that cannot be used.
     """
     check(options)
+    end_workers_too()
     samples, decode, max_model_len = make_samples(options)
     key = key_of(options, samples)
     wanted = configurations(options)
@@ -416,14 +414,12 @@ def evaluate(
 
 
 def _start(options: Options, samples: Sequence[Sample], key: str) -> dict[str, Any]:
-    chosen = {
-        name: [str(v) if isinstance(v, Path) else v for v in value]
-        if isinstance(value, tuple)
-        else str(value)
-        if isinstance(value, Path)
-        else value
-        for name, value in asdict(options).items()
-    }
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [plain(one) for one in value]
+        return provenance.shown(str(value)) if isinstance(value, Path) else value
+
+    chosen = {name: plain(value) for name, value in asdict(options).items()}
     return {
         "evaluation": "dustin eval",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
