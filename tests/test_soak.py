@@ -28,7 +28,7 @@ from dustin_vllm.bench.common import BenchError
 from dustin_vllm.bench.soak import DUSTIN, STOCK, SoakOptions
 from dustin_vllm.cli import app
 
-SECONDS = float(os.environ.get("DUSTIN_SOAK_SECONDS", 40))
+SECONDS = float(os.environ.get("DUSTIN_SOAK_SECONDS", 180))
 SERVER = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
 SERVER += ["--max-num-seqs", "8", "--kv-cache-memory-bytes", str(1 << 26)]
 # Too few blocks for eight long sequences: some are preempted.
