@@ -69,15 +69,22 @@ def _top(keys, count):
     """Mask of the ``count`` largest keys, ties to the lower index; key 0 is never taken."""
     threshold = tl.full([], 0, tl.int32)
     reached = tl.full([], -1, tl.int32)
-    bit = tl.full([], 30, tl.int32)
-    # Invariant: at least count keys reach the threshold. Exactly count: no need to refine.
-    while (bit >= 0) & (reached != count):
-        trial = threshold | (1 << bit)
-        reaching = tl.sum((keys >= trial).to(tl.int32), axis=0)
-        enough = reaching >= count
-        threshold = tl.where(enough, trial, threshold)
-        reached = tl.where(enough, reaching, reached)
-        bit -= 1
+    shift = tl.full([], 29, tl.int32)
+    # Two bits a round, as a round costs what its sum over all warps costs: the three counts are
+    # summed in one word. Invariant: at least count keys reach the threshold, and fewer than count
+    # reach the next one that the bits left out would allow. Exactly count: no need to refine.
+    while (shift >= 0) & (reached != count):
+        step = tl.full([], 1, tl.int32) << shift
+        counts = (keys >= threshold + step).to(tl.int64)
+        counts += (keys >= threshold + 2 * step).to(tl.int64) << 20
+        counts += (keys >= threshold + 3 * step).to(tl.int64) << 40
+        total = tl.sum(counts, axis=0)
+        for digit in tl.static_range(3):
+            reaching = ((total >> (20 * digit)) & 0xFFFFF).to(tl.int32)
+            enough = reaching >= count
+            threshold = tl.where(enough, threshold + step, threshold)
+            reached = tl.where(enough, reaching, reached)
+        shift = tl.where(shift == 1, 0, shift - 2)  # of 31 bits the lowest comes alone
     above = keys > threshold
     equal = keys == threshold
     missing = count - tl.sum(above.to(tl.int32), axis=0)
