@@ -192,10 +192,12 @@ class Spy:
             self.selections_checked += 1
 
 
+@pytest.mark.parametrize("kernel", ["auto", "triton"])
 @pytest.mark.parametrize("granularity", ["block", "token"])
-def test_sparse_rows_equal_the_reference(start, prompts, monkeypatch, granularity):
+def test_sparse_rows_equal_the_reference(start, prompts, monkeypatch, granularity, kernel):
     spy = Spy(monkeypatch)
-    llm = start({**SPARSE, "granularity": granularity, "sample_recovery_every": 2}, **EAGER)
+    settings = {"granularity": granularity, "verify_kernel": kernel, "sample_recovery_every": 2}
+    llm = start({**SPARSE, **settings}, **EAGER)
     generate(llm, prompts)
     stats = runtime_of(llm).stats()
     assert stats["sparse_rows"] > 20

@@ -29,6 +29,9 @@ part_attention_hnd() {
   bench attention --preset 72b --batch 4,16,32 --budget 512 --granularity block --layout HND --json "$out/attention-72b-hnd-h200.json"
 }
 part_7b() { engine engine-7b-h200 --preset 7b --fill-kv --modes plain,stock,loop,dustin; }
+part_7b_triton() { # our attention kernel in the engine
+  engine engine-7b-triton-h200 --preset 7b --fill-kv --modes dustin --dustin-json '{"verify_kernel": "triton"}'
+}
 part_72b() { engine engine-72b-20-layers-h200 --preset 72b --layers 20 --fill-kv --modes plain,stock,dustin; }
 part_7b_contexts() { # how a step grows with the context; a large batch; 2k, where every row is dense
   engine engine-7b-contexts-h200 --preset 7b --fill-kv --modes stock,dustin --steps 60 --dustin-json '{"dense_below": 4096}' \
@@ -36,7 +39,7 @@ part_7b_contexts() { # how a step grows with the context; a large batch; 2k, whe
 }
 part_pair() {
   code
-  engine qwen-h200 "${pair[@]}" --text code.txt --modes plain,stock,lossless,dustin --batch 32 --context 16384,24576,28672 --budget 1024 --steps 60
+  engine qwen-h200 "${pair[@]}" --text code.txt --modes dustin,stock,plain,lossless --batch 32 --context 16384,24576,28672 --budget 1024 --steps 60
 }
 part_pair_draft_budgets() { # acceptance of drafting sparsely, with dense verification
   code
@@ -44,8 +47,8 @@ part_pair_draft_budgets() { # acceptance of drafting sparsely, with dense verifi
     engine "qwen-draft-$budget-h200" "${pair[@]}" --text code.txt --modes lossless --batch 32 --context 16384,28672 --budget 1024 --steps 60 --dustin-json "{\"draft_budget\": $budget}"
   done
 }
-tp2() { # 72B shape whole; graphs for the measured batch only, all modes
-  engine "$1" --preset 72b --fill-kv --tp 2 --batch "$2" --modes plain,dustin,stock --steps 60 "${@:4}" \
+tp2() { # 72B shape whole; graphs for the measured batch only; Dustin's draft whole on both GPUs
+  engine "$1" --preset 72b --fill-kv --tp 2 --draft-tp 1 --batch "$2" --modes plain,dustin,stock --steps 60 "${@:4}" \
     --llm-json "{\"gpu_memory_utilization\": 0.95, \"compilation_config\": {\"cudagraph_capture_sizes\": [$3]}}"
 }
 part_tp2_fp8() { tp2 engine-72b-fp8-tp2-h200 16 16,80 --quantization fp8; }
@@ -65,7 +68,11 @@ evaluate() { # quality on tasks; TEXT as above
 }
 part_eval_smoke() { evaluate eval-smoke --context 16384 --samples 2 --policies dustin --budget 512 --output-tokens 64 --tasks passkey,copy,continuation --max-seconds 120; }
 part_eval_tasks() {
-  evaluate eval-tasks-h200 --context 16384,28672 --budget 512,1024 --policies dustin,history,lookahead,streaming,static,quest \
+  evaluate eval-tasks-h200 --context 16384,28672 --budget 512,1024 --policies dustin,history,lookahead \
+    --tasks passkey,multikey,qa,copy,edit,agreement,summary,continuation --samples 16 --max-seconds 520
+}
+part_eval_rivals() { # the same samples
+  evaluate eval-rivals-h200 --context 16384,28672 --budget 1024,512 --policies dustin,streaming,static,quest \
     --tasks passkey,multikey,qa,copy,edit,agreement,summary,continuation --samples 16 --max-seconds 520
 }
 part_eval_drift() { evaluate eval-drift-h200 --context 16384 --tasks drift --drift-samples 8 --policies dustin,streaming --budget 1024 --max-seconds 300; }
