@@ -54,7 +54,6 @@ class Scorer:
         layers: attention layers of the model.
         heads: scoring heads that this rank holds; may be none.
         num_heads: scoring heads of all ranks.
-        replicated: every rank holds all heads.
     """
 
     def __init__(
@@ -64,13 +63,11 @@ class Scorer:
         num_heads: int,
         layout: str,
         aggregate: str,
-        replicated: bool,
     ) -> None:
         self.captures = [QueryCapture(layers[index], chosen) for index, chosen in heads.layers]
         self.num_heads = num_heads
         self.layout = layout
         self.aggregate = aggregate
-        self.replicated = replicated
         for capture in self.captures:
             capture.layer.impl.capture = capture
 
@@ -91,7 +88,8 @@ class Scorer:
         block_table: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> torch.Tensor:
-        """Aggregate over all ranks' layers, heads and queries, see ``reference.token_scores``.
+        """This rank's part of ``reference.token_scores`` over all layers, heads and queries, see
+        ``reduce_scores``.
 
         Args:
             queries: per scoring layer [R, Q, heads of the layer, head_dim].
@@ -117,7 +115,7 @@ class Scorer:
                 self.layout,
                 self.aggregate,
             )
-        return out if self.replicated else reduce_scores(out, self.aggregate)
+        return out
 
 
 class CpuRuntime(DustinRuntime):
@@ -152,7 +150,6 @@ class CpuRuntime(DustinRuntime):
                 heads.num_heads,
                 layout,
                 aggregate,
-                replicated,
             )
             for layers, heads, replicated in (
                 (target_layers, settings.target_heads, False),
@@ -160,7 +157,7 @@ class CpuRuntime(DustinRuntime):
             )
         )
         self._to_score: list[int] = []  # batch rows that get a selection in this step
-        self._history: torch.Tensor | None = None  # [len(to_score), C] token scores
+        self._history: torch.Tensor | None = None  # [len(to_score), C] token scores of this rank
         self._contexts = torch.empty(0)  # [len(to_score)] int32
         self._block_table = torch.empty(0)  # [len(to_score), MB] int32
         self._last_queries = torch.empty(0)  # [len(to_score), scoring heads, D]
@@ -283,12 +280,14 @@ class CpuRuntime(DustinRuntime):
         assert self._history is not None
         queries = [torch.stack(capture.taken, dim=1) for capture in self.draft.captures]
         seq_lens = contexts + settings.gamma
-        lookahead = self.draft.token_scores(queries, settings.gamma, self._block_table, seq_lens)
-        lookahead = lookahead[:, : int(contexts.max())].contiguous()
+        own = self.draft.token_scores(queries, settings.gamma, self._block_table, seq_lens)
+        both = torch.stack([self._history, own[:, : self._history.shape[1]]])
+        reduce_scores(both[0] if settings.draft_replicated else both, settings.config.aggregate)
+        history, lookahead = both
         unit, dilation = settings.unit, settings.dilation_tokens
         scores = (
             cpu_ops.unit_scores(lookahead, contexts, unit, 0),
-            cpu_ops.unit_scores(self._history, contexts, unit, dilation),
+            cpu_ops.unit_scores(history, contexts, unit, dilation),
         )
         slots = [row.slot.index for row in rows]
         for group in settings.groups:
@@ -297,7 +296,7 @@ class CpuRuntime(DustinRuntime):
             )
         if self.on_selection is not None:
             made = self.scores.selections[settings.target.name][slots]
-            self.on_selection(Selected(rows, contexts.tolist(), lookahead, self._history, made))
+            self.on_selection(Selected(rows, contexts.tolist(), lookahead, history, made))
 
     def scoring_layers(self) -> list[tuple[Any, tuple[int, ...]]]:
         return [(c.layer, tuple(c.heads.tolist())) for c in self.target.captures]
@@ -333,12 +332,13 @@ class CpuRuntime(DustinRuntime):
             if row.dense is not None:
                 continue
             num_queries = row.seq_len - row.context
-            mass = self.target.token_scores(
+            own = self.target.token_scores(
                 [queries[index, -num_queries:][None] for queries in kept],
                 num_queries,
                 block_table[row_index : row_index + 1],
                 torch.tensor([row.seq_len], dtype=torch.int32),
-            )[0]
+            )
+            mass = reduce_scores(own, self.settings.config.aggregate)[0]
             unit = self.settings.unit
             tail = row.context // unit
             units = mass[: tail * unit].view(tail, unit).sum(1)

@@ -133,8 +133,7 @@ class Buffers:
     row_info_host: torch.Tensor  # the same, pinned
     contexts: torch.Tensor  # [R] int32
     verified: torch.Tensor  # [R] int32, contexts of this step's verification
-    history: torch.Tensor  # [R, C] fp32
-    lookahead: torch.Tensor  # [R, C] fp32
+    scores: torch.Tensor  # [2, R, C] fp32, see score_rows
     target_queries: QueryBuffer  # R * (gamma + 1) places
     draft_queries: QueryBuffer  # gamma * R places, pass by pass
     groups: dict[str, GroupBuffers]
@@ -143,6 +142,12 @@ class Buffers:
     scoring: dict[str, ScoringWorkspace]  # by what is scored, where this rank has scoring heads
     recovery: torch.Tensor  # [2] fp32: sum, samples
     rejected: torch.Tensor  # [3] int64: draft tokens, by ACCEPTANCE of their rows
+
+    def score_rows(self, rows: int) -> torch.Tensor:
+        """[2, rows, C]: history and lookahead of a batch, next to each other in memory, so that
+        one all-reduce takes both."""
+        context = self.scores.shape[2]
+        return self.scores.view(-1)[: 2 * rows * context].view(2, rows, context)
 
     def num_bytes(self) -> int:
         """Device memory of all buffers."""
@@ -193,8 +198,7 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
         ),
         contexts=zeros(rows),
         verified=zeros(rows),
-        history=zeros(rows, context, dtype=torch.float32),
-        lookahead=zeros(rows, context, dtype=torch.float32),
+        scores=zeros(2, rows, context, dtype=torch.float32),
         target_queries=queries(
             settings.target_heads,
             rows * (gamma + 1),
@@ -248,7 +252,7 @@ def _scoring_workspaces(
             heads = model.get_num_attention_heads(parallel)
             group = heads // model.get_num_kv_heads(parallel)
             size = scoring_size([heads for _, heads in queries.heads.layers], group, model.dtype)
-            rows, context = buffers.history.shape
+            _, rows, context = buffers.scores.shape
             made[name] = token_scores_workspace(size, num_queries, rows, context, device, max_bytes)
     return made
 
@@ -610,7 +614,7 @@ class CudaRuntime(DustinRuntime):
         self._last_queries = last
         self._token_scores(
             "target",
-            buffers.history[:num_reqs],
+            buffers.score_rows(num_reqs)[0],
             last[:, None],
             self._block_table,
             contexts,
@@ -662,7 +666,8 @@ class CudaRuntime(DustinRuntime):
         needs = buffers.row_info[NEEDS_SELECTION, :num_reqs]
         queries = buffers.draft_queries.queries.unflatten(0, (settings.gamma, -1))
         assert self._block_table is not None
-        lookahead = buffers.lookahead[:num_reqs]
+        both = buffers.score_rows(num_reqs)
+        history, lookahead = both
         self._token_scores(
             "draft",
             lookahead,
@@ -671,10 +676,7 @@ class CudaRuntime(DustinRuntime):
             contexts + settings.gamma * needs,
             settings.config.aggregate,
         )
-        history = buffers.history[:num_reqs]
-        reduce_scores(history, settings.config.aggregate)
-        if not settings.draft_replicated:
-            reduce_scores(lookahead, settings.config.aggregate)
+        reduce_scores(history if settings.draft_replicated else both, settings.config.aggregate)
         # Rows without a selection write too, but their slots are not marked as published.
         slots = buffers.row_info[SLOT, :num_reqs].long()
         for group in settings.groups:
@@ -742,7 +744,7 @@ class CudaRuntime(DustinRuntime):
         buffers, settings = self.buffers, self.settings
         # The tables are captured in target graphs.
         target = buffers.groups[settings.target.name]
-        sizes = (buffers.max_rows, buffers.history.shape[1], self.runner.device)
+        sizes = (buffers.max_rows, buffers.scores.shape[2], self.runner.device)
         buffers.settings = settings
         buffers.groups = {
             group.name: replace(
@@ -814,7 +816,7 @@ class CudaRuntime(DustinRuntime):
         sampled = torch.tensor(sparse, device=self.buffers.contexts.device)
         seq_lens = metadata.seq_lens[:num_reqs] * sampled
         kept = buffers.target_queries.queries.unflatten(0, (-1, settings.gamma + 1))[:num_reqs]
-        mass = buffers.lookahead[:num_reqs]
+        mass = buffers.score_rows(num_reqs)[1]
         table = metadata.block_table_tensor[:num_reqs]
         self._token_scores("recovery", mass, kept, table, seq_lens.int(), "mean")
         reduce_scores(mass, "mean")

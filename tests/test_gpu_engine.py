@@ -163,8 +163,7 @@ class Spy:
             context = int(buffers.contexts[i])
             if context // s.unit <= s.target.budget_units:
                 continue
-            history = buffers.history[i].cpu()
-            lookahead = buffers.lookahead[i].cpu()
+            history, lookahead = buffers.score_rows(runtime._num_reqs)[:, i].cpu()
             table = runtime._block_table[i]
             total = torch.zeros(context + GAMMA)
             queries = buffers.draft_queries.queries.unflatten(0, (GAMMA, -1))[:, i].cpu()

@@ -372,7 +372,7 @@ CATEGORIES = (
     ("gemm", ("nvjet", "gemm", "gemv", "cutlass", "cublas", "splitk")),
     ("sampling", ("rejection", "sample", "expand_kernel", "topk", "argmax", "softmax")),
     ("copies", ("memcpy", "memset")),
-    ("communication", ("nccl", "all_reduce", "allreduce")),
+    ("communication", ("nccl", "all_reduce", "allreduce", "cross_device_reduce", "multimem")),
 )
 
 
