@@ -372,7 +372,8 @@ class Clients:
 
         self.deadline = time.monotonic() + seconds
         limit = aiohttp.ClientTimeout(total=600)
-        connector = aiohttp.TCPConnector(limit=0)
+        # A connection for each request: servers close idle ones, which a client may learn too late.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=limit, connector=connector) as session:
             seeds = range(self.options.concurrency)
             await asyncio.gather(*(self._client(session, seed) for seed in seeds))
