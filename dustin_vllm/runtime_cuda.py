@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from dustin_vllm import config, cuda_ops
+from dustin_vllm import config
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
 from dustin_vllm.draft_graphs import DraftGraphs, DraftInputs, draft_inputs
 from dustin_vllm.runtime import DustinRuntime, Row, Selected, reduce_scores
@@ -138,7 +138,7 @@ class Buffers:
     draft_queries: QueryBuffer  # gamma * R places, pass by pass
     groups: dict[str, GroupBuffers]
     draft_inputs: DraftInputs
-    attention: dict[str, OwnAttention]  # by model; none where FlashAttention is used
+    attention: dict[str, AttentionWorkspace]  # by model; of the Triton kernel, if it is used
     scoring: dict[str, ScoringWorkspace]  # by what is scored, where this rank has scoring heads
     recovery: torch.Tensor  # [2] fp32: sum, samples
     rejected: torch.Tensor  # [3] int64: draft tokens, by ACCEPTANCE of their rows
@@ -220,7 +220,7 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
             for group in settings.groups
         },
         draft_inputs=draft_inputs(rows, gamma, -(-context // settings.block_size), device),
-        attention=_own_attention(vllm_config, settings, rows, device),
+        attention=_attention_workspaces(vllm_config, settings, rows, device),
         recovery=zeros(2, dtype=torch.float32),
         rejected=zeros(3, dtype=torch.int64),
         scoring={},
@@ -268,23 +268,12 @@ def _selection_buffers(
     }
 
 
-@dataclass(frozen=True)
-class OwnAttention:
-    """Our attention kernel as one model's layers use it."""
-
-    workspace: AttentionWorkspace | None  # of the Triton kernel
-    library: Any = None  # with the CUDA kernel, or None
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory held."""
-        return 0 if self.workspace is None else self.workspace.nbytes
-
-
-def _own_attention(
+def _attention_workspaces(
     vllm_config: Any, settings: Settings, rows: int, device: torch.device
-) -> dict[str, OwnAttention]:
-    """Our kernel for both models; without those that FlashAttention serves."""
+) -> dict[str, AttentionWorkspace]:
+    """Scratch of the Triton kernel for both models; empty if FlashAttention is used."""
+    if not uses_triton(settings):
+        return {}
     speculative = vllm_config.speculative_config
     made = {}
     for name, model, parallel, queries in (
@@ -296,44 +285,28 @@ def _own_attention(
             settings.gamma + 2,
         ),
     ):
-        kernel = verify_kernel(settings)
-        if kernel == "flash":
-            continue
+        heads = model.get_num_attention_heads(parallel)
         kv_heads = model.get_num_kv_heads(parallel)
-        group = model.get_num_attention_heads(parallel) // kv_heads
-        most = MAX_QUERY_ROWS if kernel == "triton" else cuda_ops.MAX_QUERY_ROWS
-        if queries * group > most:
+        query_rows = queries * heads // kv_heads
+        if query_rows > MAX_QUERY_ROWS:
             raise config.ConfigError(
-                f"dustin.verify_kernel={kernel!r}: {queries} queries of {group} heads that share a "
-                f"key head are {queries * group} rows, at most {most} are supported; use 'flash', "
-                "or lower num_speculative_tokens"
+                f"dustin.verify_kernel='triton': {queries} queries of {heads // kv_heads} heads "
+                f"that share a key head are {query_rows} rows, at most {MAX_QUERY_ROWS} are "
+                "supported; use 'flash', or lower num_speculative_tokens"
             )
-        if kernel == "triton":
-            workspace = attention_workspace(
-                rows, kv_heads, queries * group, model.get_head_size(), ATTENTION_PARTS, device
-            )
-            made[name] = OwnAttention(workspace)
-            continue
-        why = cuda_ops.why_not(model.get_head_size(), model.dtype)
-        try:
-            if why is None:
-                made[name] = OwnAttention(None, cuda_ops.load(cuda_ops.build()))
-        except cuda_ops.BuildError as error:
-            why = str(error)
-        if why is not None:
-            raise config.ConfigError(
-                f"dustin.verify_kernel='cuda': {why} (the {name}); use 'auto', 'flash' or 'triton'"
-            )
+        made[name] = attention_workspace(
+            rows, kv_heads, query_rows, model.get_head_size(), ATTENTION_PARTS, device
+        )
     return made
 
 
-def verify_kernel(settings: Settings) -> str:
-    """Which attention kernel serves batches that only verify: "flash", "triton" or "cuda"."""
+def uses_triton(settings: Settings) -> bool:
+    """Whether batches that only verify use our attention kernel."""
     kernel = settings.config.verify_kernel
     if kernel == "auto":
         # FlashAttention 2 has no schedule to share between layers and was not measured.
-        return "flash" if config.flash_attention_version() == 3 else "triton"
-    return kernel
+        return config.flash_attention_version() != 3
+    return kernel == "triton"
 
 
 def check_granularity(settings: Settings) -> None:
@@ -354,22 +327,24 @@ def attend(impl: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
     """Our kernel in FlashAttention's place, for one layer.
 
     Args:
-        impl: the layer's attention, whose ``own`` CudaRuntime has set.
+        impl: the layer's attention, whose ``workspace`` runtime.attach has set.
         query, out: [T, Hq, D]; rows of padding are not written.
         kv_cache: pages of what metadata.block_table addresses, [pages, Hkv, page size, 2 * D].
     """
     keys, values = kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
-    inputs = (
-        *(out, query, keys, values, metadata.block_table, metadata.seq_lens),
-        *(metadata.query_start_loc, metadata.max_query_len, impl.scale),
+    paged_attention(
+        out,
+        query,
+        keys,
+        values,
+        metadata.block_table,
+        metadata.seq_lens,
+        metadata.query_start_loc,
+        metadata.max_query_len,
+        impl.scale,
+        impl.workspace,
+        _splits(metadata.seq_lens.shape[0] * impl.num_kv_heads, query.device),
     )
-    pairs = metadata.seq_lens.shape[0] * impl.num_kv_heads
-    if impl.own.workspace is not None:
-        paged_attention(*inputs, impl.own.workspace, _splits(pairs, query.device))
-        return
-    device = torch.cuda.get_device_properties(query.device)
-    splits = cuda_ops.splits(pairs, device.multi_processor_count)
-    cuda_ops.paged_attention(*inputs, splits, library=impl.own.library)
 
 
 def _splits(pairs: int, device: torch.device) -> int:
@@ -405,7 +380,7 @@ class CudaRuntime(DustinRuntime):
         self.buffers.draft_queries.attach(draft_layers)
         for name, layers in (("target", target_layers), ("draft", draft_layers)):
             for layer in layers.values():
-                layer.impl.own = self.buffers.attention.get(name)
+                layer.impl.workspace = self.buffers.attention.get(name)
         self._places = torch.arange(self.buffers.max_rows, device=runner.device)
         self._offsets = torch.arange(settings.gamma + 1, device=runner.device)
         # Scoring plans by model; None where this rank holds no scoring heads.
@@ -453,7 +428,7 @@ class CudaRuntime(DustinRuntime):
         selection faster than two kernels do."""
         return GRAPH_SPLITS if self.settings.draft is None else 1
 
-    def uses_own_kernel(self, metadata: Any) -> bool:
+    def use_triton(self, metadata: Any) -> bool:
         """Whether our attention kernel serves a pass: short queries over compacted tables."""
         short = metadata.max_query_len <= self.settings.gamma + 2
         compacted = getattr(metadata, "dustin_compacted", False)

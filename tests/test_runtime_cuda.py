@@ -326,11 +326,11 @@ def test_our_kernel_attends_to_the_selection_and_the_tail(monkeypatch, unit):
     contexts, new = [201, 132], [3, 2]
     metadata = engine.metadata(contexts, new)
     planned = runtime.plan_verification(metadata)
-    assert runtime.uses_own_kernel(planned)
-    assert not runtime.uses_own_kernel(metadata)
+    assert runtime.use_triton(planned)
+    assert not runtime.use_triton(metadata)
     long = planned.replace(max_query_len=GAMMA + 3)
     long.dustin_compacted = True
-    assert not runtime.uses_own_kernel(long)
+    assert not runtime.use_triton(long)
     layer = engine.layers["target"][1]
     query = torch.randn(7, 4, HEAD_DIM, device=DEVICE)  # two rows of padding
     out = torch.full_like(query, torch.nan)
@@ -367,9 +367,9 @@ def test_rows_are_split_only_where_they_leave_multiprocessors_idle(monkeypatch, 
 
 def test_without_flash_attention_3_our_kernel_serves_blocks_only(monkeypatch):
     engine = FakeEngine(monkeypatch, 16, None, "auto")
-    assert runtime_cuda.verify_kernel(engine.settings) == "flash"
+    assert not runtime_cuda.uses_triton(engine.settings)
     monkeypatch.setattr(runtime_cuda.config, "flash_attention_version", lambda: 2)
-    assert runtime_cuda.verify_kernel(engine.settings) == "triton"
+    assert runtime_cuda.uses_triton(engine.settings)
     runtime_cuda.check_granularity(engine.settings)
     tokens = dataclasses.replace(engine.settings, unit=1)
     with pytest.raises(runtime_cuda.config.ConfigError, match="has version 2. Use 'block'"):
