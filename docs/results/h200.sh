@@ -105,7 +105,7 @@ part_two_gpus() { # tensor parallel by both executors; the README's command; nee
 part_kernels() { python3 -m pytest "$repo/tests/test_triton_kernels.py" -q -p no:cacheprovider; }
 part_upstream() { python3 "$repo/tests/upstream.py" "$UPSTREAM"; } # vLLM's own tests; UPSTREAM: its source
 part_sanitizer() { # a few shapes of every kernel; the tool slows them down hundredfold
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python3 -m pytest "$repo/tests/test_triton_kernels.py" -q -x -p no:cacheprovider -k 'layouts or strided_queries or splits_the_budget or narrow_table or gathered'
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python3 -m pytest "$repo/tests/test_triton_kernels.py" -q -x -p no:cacheprovider -k 'layouts or strided_queries or splits_the_budget or narrow_table or gathered or with_preselection'
 }
 
 for part in "$@"; do
