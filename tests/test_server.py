@@ -172,11 +172,14 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(client):
             time.sleep(0.05)
 
     wait_for(0)
+    tokens = "vllm:generation_tokens_total{}"
+    before = metrics(client)[tokens]
     with client.completions.create(
         model="tiny", prompt=TEXT, max_tokens=1500, stream=True, **OPTIONS
     ) as stream:
         next(iter(stream))
     wait_for(0)
+    assert 0 < metrics(client)[tokens] - before < 1500  # it ran, and ended before its time
     deadline = time.monotonic() + 60
     while True:  # counters are published every half second, by a step
         time.sleep(1)
