@@ -723,11 +723,10 @@ def _resolve_unit(config: DustinConfig, block_size: int) -> int:
             "dustin.granularity='token' needs a GPU: the CPU backend packs its blocks; "
             "use 'block' or 'auto'"
         )
-    by_token = config.granularity == "token"
-    if config.granularity == "auto":
-        # Rivals rank blocks, as their papers do.
-        ours = config.policy in policies.BUILT_IN
-        by_token = ours and current_platform.is_cuda() and flash_attention_version() == 3
+    if config.granularity != "auto":
+        return 1 if config.granularity == "token" else block_size
+    ours = config.policy in policies.BUILT_IN  # rivals rank blocks, as their papers do
+    by_token = ours and current_platform.is_cuda() and flash_attention_version() == 3
     return 1 if by_token else block_size
 
 

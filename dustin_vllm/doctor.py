@@ -240,9 +240,9 @@ def check_flash_attention(by_token: bool = False) -> Check | None:
     if not _cuda_available():
         return None
     try:
-        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+        from dustin_vllm.config import flash_attention_version
 
-        version = get_flash_attn_version()
+        version = flash_attention_version()
     except Exception as error:
         return Check("FlashAttention", _short(error), "install a CUDA build of vLLM: [gpu]")
     if version is None:
