@@ -704,16 +704,12 @@ def report_data(
 ) -> dict[str, Any]:
     """Content of the ``--json`` file. Times in seconds, lengths in tokens."""
     prompt = next((result.prompt_tokens for result in results.values()), None)
-    chosen = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in asdict(options).items()
-    }
     return {
         "schema": SCHEMA_VERSION,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": provenance.command(),
         "environment": dict(environment),
-        "options": chosen,
+        "options": provenance.options(options),
         "prompt_tokens": prompt,
         "sparse": refusal(summary) is None,
         "modes": {mode: dict(numbers) for mode, numbers in summary.items()},

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ def command() -> list[str]:
 def shown(word: str) -> str:
     """An absolute path by its name; anything else as it is."""
     return Path(word).name if word.startswith("/") else word
+
+
+def options(chosen: Any) -> dict[str, Any]:
+    """Fields of a dataclass of options, for JSON: paths as ``command`` shows them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [plain(one) for one in value]
+        return shown(str(value)) if isinstance(value, Path) else value
+
+    return {name: plain(value) for name, value in asdict(chosen).items()}
 
 
 def environment() -> dict[str, Any]:

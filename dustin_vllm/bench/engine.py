@@ -867,16 +867,12 @@ def report(
     options: EngineOptions, jobs: Sequence[Job], results: Mapping[str, Any], failures: Sequence[str]
 ) -> dict[str, Any]:
     """Content of the ``--json`` file."""
-    chosen = {
-        name: provenance.shown(str(value)) if isinstance(value, Path) else value
-        for name, value in asdict(options).items()
-    }
     job = jobs[0]
     return {
         "benchmark": "engine",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": provenance.command(),
-        "options": chosen,
+        "options": provenance.options(options),
         "dummy_weights": job.dummy,
         "random_prompts": not (options.text or options.prompts),
         # With it, sequences share physical KV blocks and caches serve more than in real use.

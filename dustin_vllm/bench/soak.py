@@ -644,7 +644,7 @@ def run_soak(
                 "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                 "command": provenance.command(),
                 "environment": provenance.environment(),
-                "options": json.loads(json.dumps(asdict(options), default=str)),
+                "options": provenance.options(options),
                 "results": results,
                 "dustin_over_stock": compare(results),
             }

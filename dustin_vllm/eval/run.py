@@ -414,17 +414,11 @@ def evaluate(
 
 
 def _start(options: Options, samples: Sequence[Sample], key: str) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return [plain(one) for one in value]
-        return provenance.shown(str(value)) if isinstance(value, Path) else value
-
-    chosen = {name: plain(value) for name, value in asdict(options).items()}
     return {
         "evaluation": "dustin eval",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": provenance.command(),
-        "options": chosen,
+        "options": provenance.options(options),
         "key": key,
         "samples": [
             {
