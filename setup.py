@@ -12,13 +12,19 @@ setup(
         "dustin_vllm.policies",
         "dustin_vllm.triton_kernels",
         "dustin_vllm.configs",
+        "dustin_vllm.csrc.cuda",
     ],
     package_dir={
         "dustin_vllm": "dustin_vllm",
         "dustin_vllm.triton_kernels": "triton_kernels",
         "dustin_vllm.configs": "configs",
+        "dustin_vllm.csrc.cuda": "csrc/cuda",
     },
-    package_data={"dustin_vllm": ["py.typed"], "dustin_vllm.configs": ["*.json"]},
+    package_data={
+        "dustin_vllm": ["py.typed"],
+        "dustin_vllm.configs": ["*.json"],
+        "dustin_vllm.csrc.cuda": ["*.cu", "*.h"],  # compiled when first needed, see cuda_ops.py
+    },
     ext_modules=[
         # A plain shared library (no Python or torch headers) that cpu_ops.py loads with
         # ctypes. Optional: without a compiler the build warns and cpu_ops.py runs in torch.

@@ -20,8 +20,7 @@ from dustin_vllm.selection import share_by_depth
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from dustin_vllm.runtime_cuda import CudaRuntime, QueryBuffer
-    from dustin_vllm.triton_kernels import AttentionWorkspace
+    from dustin_vllm.runtime_cuda import CudaRuntime, OwnAttention, QueryBuffer
 
 
 class DustinCudaAttentionBackend(FlashAttentionBackend):
@@ -75,7 +74,9 @@ class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
             # The same number for one batch size at capture and at replay: the schedule is made
             # outside the graph, the kernel's own number is inside.
             self.max_num_splits = self.runtime.num_splits(planned.num_reqs)
-        fast_build |= self.runtime.use_triton(planned)  # FlashAttention's schedule is not needed
+        fast_build |= self.runtime.uses_own_kernel(
+            planned
+        )  # FlashAttention's schedule is not needed
         return self._finish(super().build(0, planned, fast_build), planned, self.runtime)
 
     @staticmethod
@@ -86,7 +87,7 @@ class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
     ) -> FlashAttentionMetadata:
         """Note what the layers have to know."""
         metadata.dustin_compacted = _is_compacted(common)
-        metadata.dustin_triton = runtime is not None and runtime.use_triton(common)
+        metadata.dustin_own = runtime is not None and runtime.uses_own_kernel(common)
         return share_by_depth(metadata, common)
 
     def build_for_drafting(
@@ -102,7 +103,7 @@ class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
             self.block_size = runtime.page_size if compacted else self.kv_cache_spec.block_size
             if self.use_full_cuda_graph and self.aot_schedule:
                 self.max_num_splits = runtime.draft_splits()
-            if runtime.capturing and not runtime.use_triton(common_attn_metadata):
+            if runtime.capturing and not runtime.uses_own_kernel(common_attn_metadata):
                 # In a graph one scheduling kernel for all layers replaces one for each.
                 return self.build(0, common_attn_metadata)
         return super().build_for_drafting(common_attn_metadata, draft_index)
@@ -115,7 +116,7 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
     """The stock kernel; scoring layers also keep the queries that are asked for."""
 
     capture: QueryBuffer | None = None  # set on scoring layers, see runtime.attach
-    workspace: AttentionWorkspace | None = None  # of our kernel, see CudaRuntime
+    own: OwnAttention | None = None  # our kernel, see CudaRuntime
     deep = False  # set on layers with a selection of their own, see runtime.attach
     token_pages = False  # whether compacted tables address single tokens
 
@@ -146,7 +147,7 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
                 self.capture.take(self, query)
             if self.token_pages and attn_metadata.dustin_compacted:
                 kv_cache = runtime_cuda.token_pages(kv_cache)
-            if attn_metadata.dustin_triton:
+            if attn_metadata.dustin_own:
                 runtime_cuda.attend(self, query, kv_cache, attn_metadata, output)
                 return output
         return super().forward(

@@ -109,10 +109,10 @@ class DustinConfig(BaseModel):
         description="Publish the KV cache of generated tokens for other requests, although it is "
         "approximate under sparse verification.",
     )
-    verify_kernel: Literal["auto", "flash", "triton"] = Field(
+    verify_kernel: Literal["auto", "flash", "triton", "cuda"] = Field(
         "auto",
         description="Attention kernel of batches that only verify, and of their draft passes: "
-        "FlashAttention or ours in Triton.",
+        "FlashAttention, or ours in Triton or in CUDA C++ (Hopper; built by nvcc at first use).",
     )
     draft_graphs: bool = Field(
         True,

@@ -10,13 +10,14 @@ the step in flight were accepted); lengths that matter come from the device.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from dustin_vllm import config
+from dustin_vllm import config, cuda_ops
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
 from dustin_vllm.draft_graphs import DraftGraphs, DraftInputs, draft_inputs
 from dustin_vllm.runtime import DustinRuntime, Row, Selected, reduce_scores
@@ -45,6 +46,7 @@ SCORE_SCRATCH_BYTES = 96 << 20
 MAX_SPLITS = 8  # of our kernel
 ACCEPTANCE_EVERY = 8  # steps; see CudaRuntime._count_verified
 FULL = 0.8  # pairs of row and key head per multiprocessor, from which splitting does not pay
+LEAST_PAIRS = 32  # of row and key head, from which the CUDA kernel is known to be faster
 ATTENTION_PARTS = 1024  # programs of our kernel that may hold a part of a row at once
 # Rows of Buffers.row_info: flags, and the slot in SequenceScores.
 VERIFY_SPARSELY, SLOT, NEEDS_SELECTION, DRAFT_SPARSELY, ACCEPTANCE = range(5)
@@ -138,7 +140,7 @@ class Buffers:
     draft_queries: QueryBuffer  # gamma * R places, pass by pass
     groups: dict[str, GroupBuffers]
     draft_inputs: DraftInputs
-    attention: dict[str, AttentionWorkspace]  # by model; of the Triton kernel, if it is used
+    attention: dict[str, OwnAttention]  # by model; none where FlashAttention is used
     scoring: dict[str, ScoringWorkspace]  # by what is scored, where this rank has scoring heads
     recovery: torch.Tensor  # [2] fp32: sum, samples
     rejected: torch.Tensor  # [3] int64: draft tokens, by ACCEPTANCE of their rows
@@ -220,7 +222,7 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
             for group in settings.groups
         },
         draft_inputs=draft_inputs(rows, gamma, -(-context // settings.block_size), device),
-        attention=_attention_workspaces(vllm_config, settings, rows, device),
+        attention=_own_attention(vllm_config, settings, rows, device),
         recovery=zeros(2, dtype=torch.float32),
         rejected=zeros(3, dtype=torch.int64),
         scoring={},
@@ -268,45 +270,90 @@ def _selection_buffers(
     }
 
 
-def _attention_workspaces(
+@dataclass(frozen=True)
+class OwnAttention:
+    """Our attention kernel as one model's layers use it."""
+
+    workspace: AttentionWorkspace | None  # of the Triton kernel
+    library: Any = None  # with the CUDA kernel, or None
+    least_rows: int = 1  # smaller batches take FlashAttention
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held."""
+        return 0 if self.workspace is None else self.workspace.nbytes
+
+
+def _own_attention(
     vllm_config: Any, settings: Settings, rows: int, device: torch.device
-) -> dict[str, AttentionWorkspace]:
-    """Scratch of the Triton kernel for both models; empty if FlashAttention is used."""
-    if not uses_triton(settings):
-        return {}
+) -> dict[str, OwnAttention]:
+    """Our kernel for both models; empty if FlashAttention serves.
+
+    Raises:
+        ConfigError: the kernel that the settings name cannot serve one of them.
+    """
     speculative = vllm_config.speculative_config
-    made = {}
-    for name, model, parallel, queries in (
-        ("target", vllm_config.model_config, vllm_config.parallel_config, settings.gamma + 1),
-        (
-            "draft",
+    models = {
+        "target": (vllm_config.model_config, vllm_config.parallel_config, settings.gamma + 1),
+        "draft": (
             speculative.draft_model_config,
             speculative.draft_parallel_config,
             settings.gamma + 2,
         ),
-    ):
-        heads = model.get_num_attention_heads(parallel)
-        kv_heads = model.get_num_kv_heads(parallel)
-        query_rows = queries * heads // kv_heads
-        if query_rows > MAX_QUERY_ROWS:
+    }
+    asked: str = settings.config.verify_kernel
+    kernel = asked
+    library = None
+    if asked in ("auto", "cuda"):
+        library, why = _cuda_library(models)
+        if library is None and asked == "cuda":
             raise config.ConfigError(
-                f"dustin.verify_kernel='triton': {queries} queries of {heads // kv_heads} heads "
-                f"that share a key head are {query_rows} rows, at most {MAX_QUERY_ROWS} are "
-                "supported; use 'flash', or lower num_speculative_tokens"
+                f"dustin.verify_kernel='cuda': {why}; use 'auto', 'flash' or 'triton'"
             )
-        made[name] = attention_workspace(
-            rows, kv_heads, query_rows, model.get_head_size(), ATTENTION_PARTS, device
+        # FlashAttention 2 has no schedule to share between layers and was not measured.
+        without = "flash" if config.flash_attention_version() == 3 else "triton"
+        kernel = without if library is None else "cuda"
+        if library is None and cuda_ops.is_hopper():
+            logger.info("Dustin: verify_kernel='auto' is %r: %s", without, why)
+    if kernel == "flash":
+        return {}
+    if library is not None:
+        kv_heads = vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)
+        least = -(-LEAST_PAIRS // kv_heads) if asked == "auto" else 1
+        return dict.fromkeys(models, OwnAttention(None, library, least))
+    made = {}
+    for name, (model, parallel, queries) in models.items():
+        kv_heads = model.get_num_kv_heads(parallel)
+        group = model.get_num_attention_heads(parallel) // kv_heads
+        if queries * group > MAX_QUERY_ROWS:
+            raise config.ConfigError(
+                f"dustin.verify_kernel='triton': {queries} queries of {group} heads that share a "
+                f"key head are {queries * group} rows, at most {MAX_QUERY_ROWS} are supported; "
+                "use 'flash', or lower num_speculative_tokens"
+            )
+        made[name] = OwnAttention(
+            attention_workspace(
+                rows, kv_heads, queries * group, model.get_head_size(), ATTENTION_PARTS, device
+            )
         )
     return made
 
 
-def uses_triton(settings: Settings) -> bool:
-    """Whether batches that only verify use our attention kernel."""
-    kernel = settings.config.verify_kernel
-    if kernel == "auto":
-        # FlashAttention 2 has no schedule to share between layers and was not measured.
-        return config.flash_attention_version() != 3
-    return kernel == "triton"
+def _cuda_library(models: Mapping[str, tuple[Any, Any, int]]) -> tuple[Any, str]:
+    """The CUDA kernel if it can serve these models, or None and why not.
+
+    Args:
+        models: {name: (model config, parallel config, queries of a row at most)}.
+    """
+    for name, (model, parallel, queries) in models.items():
+        group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+        why = cuda_ops.why_not(model.get_head_size(), queries * group, model.dtype)
+        if why is not None:
+            return None, f"{why} (the {name})"
+    try:
+        return cuda_ops.load(cuda_ops.build()), ""
+    except (cuda_ops.BuildError, OSError) as error:
+        return None, str(error)
 
 
 def check_granularity(settings: Settings) -> None:
@@ -327,24 +374,23 @@ def attend(impl: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
     """Our kernel in FlashAttention's place, for one layer.
 
     Args:
-        impl: the layer's attention, whose ``workspace`` runtime.attach has set.
+        impl: the layer's attention, whose ``own`` CudaRuntime has set.
         query, out: [T, Hq, D]; rows of padding are not written.
         kv_cache: pages of what metadata.block_table addresses, [pages, Hkv, page size, 2 * D].
     """
     keys, values = kv_cache.transpose(1, 2).split(impl.head_size, dim=-1)
-    paged_attention(
-        out,
-        query,
-        keys,
-        values,
-        metadata.block_table,
-        metadata.seq_lens,
-        metadata.query_start_loc,
-        metadata.max_query_len,
-        impl.scale,
-        impl.workspace,
-        _splits(metadata.seq_lens.shape[0] * impl.num_kv_heads, query.device),
+    inputs = (
+        *(out, query, keys, values, metadata.block_table, metadata.seq_lens),
+        *(metadata.query_start_loc, metadata.max_query_len, impl.scale),
     )
+    pairs = metadata.seq_lens.shape[0] * impl.num_kv_heads
+    if impl.own.workspace is not None:
+        paged_attention(*inputs, impl.own.workspace, _splits(pairs, query.device))
+        return
+    device = torch.cuda.get_device_properties(query.device)
+    splits = cuda_ops.splits(pairs, impl.head_size, device.multi_processor_count)
+    # What writes the table is far behind: at least the layer's write into the cache is between.
+    cuda_ops.paged_attention(*inputs, splits, early_table=True, library=impl.own.library)
 
 
 def _splits(pairs: int, device: torch.device) -> int:
@@ -380,7 +426,7 @@ class CudaRuntime(DustinRuntime):
         self.buffers.draft_queries.attach(draft_layers)
         for name, layers in (("target", target_layers), ("draft", draft_layers)):
             for layer in layers.values():
-                layer.impl.workspace = self.buffers.attention.get(name)
+                layer.impl.own = self.buffers.attention.get(name)
         self._places = torch.arange(self.buffers.max_rows, device=runner.device)
         self._offsets = torch.arange(settings.gamma + 1, device=runner.device)
         # Scoring plans by model; None where this rank holds no scoring heads.
@@ -428,11 +474,12 @@ class CudaRuntime(DustinRuntime):
         selection faster than two kernels do."""
         return GRAPH_SPLITS if self.settings.draft is None else 1
 
-    def use_triton(self, metadata: Any) -> bool:
+    def uses_own_kernel(self, metadata: Any) -> bool:
         """Whether our attention kernel serves a pass: short queries over compacted tables."""
         short = metadata.max_query_len <= self.settings.gamma + 2
         compacted = getattr(metadata, "dustin_compacted", False)
-        return bool(self.buffers.attention) and compacted and short
+        own = self.buffers.attention.get("target")
+        return own is not None and compacted and short and metadata.num_reqs >= own.least_rows
 
     # ---- verification -------------------------------------------------------------------
 

@@ -191,7 +191,7 @@ class Spy:
             self.selections_checked += 1
 
 
-@pytest.mark.parametrize("kernel", ["auto", "triton"])
+@pytest.mark.parametrize("kernel", ["flash", "triton", "cuda"])
 @pytest.mark.parametrize("granularity", ["block", "token"])
 def test_sparse_rows_equal_the_reference(start, prompts, monkeypatch, granularity, kernel):
     spy = Spy(monkeypatch)
@@ -208,9 +208,10 @@ def test_sparse_rows_equal_the_reference(start, prompts, monkeypatch, granularit
     assert acceptance(llm)[1] > 0
 
 
+@pytest.mark.parametrize("kernel", ["flash", "cuda"])
 @pytest.mark.parametrize("granularity", ["block", "token"])
-def test_graphs_and_eager_agree(start, prompts, granularity):
-    settings = {**SPARSE, "granularity": granularity}
+def test_graphs_and_eager_agree(start, prompts, granularity, kernel):
+    settings = {**SPARSE, "granularity": granularity, "verify_kernel": kernel}
     eager = start(settings, **EAGER, enable_prefix_caching=False)
     expected = generate(eager, prompts)
     counted = runtime_of(eager).stats()

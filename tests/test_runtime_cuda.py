@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dustin_vllm import reference, runtime, runtime_cuda, selection
+from dustin_vllm import cuda_ops, reference, runtime, runtime_cuda, selection
 from dustin_vllm.config import DustinConfig, HeadSet, LayerGroup, Settings
 from dustin_vllm.runtime_cuda import CudaRuntime, QueryBuffer, block_pages, token_pages
 from dustin_vllm.state import DenseReason
@@ -326,11 +326,11 @@ def test_our_kernel_attends_to_the_selection_and_the_tail(monkeypatch, unit):
     contexts, new = [201, 132], [3, 2]
     metadata = engine.metadata(contexts, new)
     planned = runtime.plan_verification(metadata)
-    assert runtime.use_triton(planned)
-    assert not runtime.use_triton(metadata)
+    assert runtime.uses_own_kernel(planned)
+    assert not runtime.uses_own_kernel(metadata)
     long = planned.replace(max_query_len=GAMMA + 3)
     long.dustin_compacted = True
-    assert not runtime.use_triton(long)
+    assert not runtime.uses_own_kernel(long)
     layer = engine.layers["target"][1]
     query = torch.randn(7, 4, HEAD_DIM, device=DEVICE)  # two rows of padding
     out = torch.full_like(query, torch.nan)
@@ -365,15 +365,75 @@ def test_rows_are_split_only_where_they_leave_multiprocessors_idle(monkeypatch, 
     assert runtime_cuda._splits(pairs, torch.device("cuda")) == splits
 
 
+def own_attention(engine: FakeEngine, kernel: str) -> dict:
+    settings = dataclasses.replace(
+        engine.settings, config=engine.settings.config.model_copy(update={"verify_kernel": kernel})
+    )
+    vllm_config = engine.runner.vllm_config
+    return runtime_cuda._own_attention(vllm_config, settings, 3, torch.device(DEVICE))
+
+
 def test_without_flash_attention_3_our_kernel_serves_blocks_only(monkeypatch):
     engine = FakeEngine(monkeypatch, 16, None, "auto")
-    assert not runtime_cuda.uses_triton(engine.settings)
+    assert own_attention(engine, "auto") == {}  # FlashAttention
     monkeypatch.setattr(runtime_cuda.config, "flash_attention_version", lambda: 2)
-    assert runtime_cuda.uses_triton(engine.settings)
+    assert own_attention(engine, "flash") == {}
+    made = own_attention(engine, "auto")
+    assert made.keys() == {"target", "draft"}
+    assert all(own.workspace is not None and own.nbytes for own in made.values())
     runtime_cuda.check_granularity(engine.settings)
     tokens = dataclasses.replace(engine.settings, unit=1)
     with pytest.raises(runtime_cuda.config.ConfigError, match="has version 2. Use 'block'"):
         runtime_cuda.check_granularity(tokens)
+
+
+def test_the_cuda_kernel_serves_where_it_can(monkeypatch, caplog):
+    engine = FakeEngine(monkeypatch, 16, None, "flash")
+    refused = pytest.raises(runtime_cuda.config.ConfigError, match="verify_kernel='cuda': it is f")
+    monkeypatch.setattr(cuda_ops, "is_hopper", lambda: False)
+    assert own_attention(engine, "auto") == {}
+    with refused:
+        own_attention(engine, "cuda")
+    monkeypatch.setattr(cuda_ops, "is_hopper", lambda: True)
+    with pytest.raises(runtime_cuda.config.ConfigError, match=r"head_dim 16 is none.*\(the target"):
+        own_attention(engine, "cuda")
+    vllm_config = engine.runner.vllm_config
+    draft = vllm_config.speculative_config.draft_model_config
+    for model in (vllm_config.model_config, draft):
+        model.dtype = torch.bfloat16
+        model.get_head_size = lambda: 64
+
+    def no_compiler():
+        raise cuda_ops.BuildError("no nvcc on PATH")
+
+    monkeypatch.setattr(cuda_ops, "build", no_compiler)
+    with pytest.raises(runtime_cuda.config.ConfigError, match="no nvcc.*use 'auto'"):
+        own_attention(engine, "cuda")
+    monkeypatch.setattr(runtime_cuda.logger, "propagate", True)
+    with caplog.at_level("INFO"):
+        assert own_attention(engine, "auto") == {}
+    assert "verify_kernel='auto' is 'flash': no nvcc" in caplog.text
+
+    monkeypatch.setattr(cuda_ops, "build", lambda: "built")
+    monkeypatch.setattr(cuda_ops, "load", lambda path: f"loaded {path}")
+    made = own_attention(engine, "auto")
+    assert [made[name].library for name in ("target", "draft")] == ["loaded built"] * 2
+    assert made["target"].least_rows == 16  # of two key heads each
+    assert own_attention(engine, "cuda")["draft"].least_rows == 1
+    draft.get_num_attention_heads = lambda parallel: 2 * 64
+    assert own_attention(engine, "auto") == {}
+    with pytest.raises(runtime_cuda.config.ConfigError, match=r"\d+ query rows.*\(the draft"):
+        own_attention(engine, "cuda")
+
+
+def test_small_batches_take_flash_attention(monkeypatch):
+    engine = FakeEngine(monkeypatch, 16, None, "triton")
+    planned = SimpleNamespace(max_query_len=2, dustin_compacted=True, num_reqs=2)
+    assert engine.runtime.uses_own_kernel(planned)
+    own = engine.runtime.buffers.attention
+    for least, used in ((2, True), (3, False)):
+        own["target"] = dataclasses.replace(own["target"], least_rows=least)
+        assert engine.runtime.uses_own_kernel(planned) is used
 
 
 def test_our_kernel_refuses_too_many_queries(monkeypatch):

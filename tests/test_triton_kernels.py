@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -605,8 +605,12 @@ def check_attention(
     page_size: int,
     num_splits: int,
     layout: str = "nhd",
+    launch: Callable[..., object] | None = None,
 ) -> None:
-    """Against fp32. Unused pages, the tail of the last page and the scratch are NaN."""
+    """Against fp32. Unused pages, the tail of the last page and the scratch are NaN.
+
+    ``launch``: another kernel, called like ``paged_attention`` without a workspace.
+    """
     rows, max_queries = len(lens), max(new)
     keys, values = (Cache(lens, dtype, head_dim, num_kv_heads, page_size) for _ in range(2))
     width = 2 * head_dim
@@ -634,19 +638,14 @@ def check_attention(
     workspace.stats.fill_(torch.nan)
     for _ in range(2):  # the second launch finds what the first one left
         out.fill_(torch.nan)
-        kernels.paged_attention(
-            out,
-            queries,
-            key_cache,
-            value_cache,
-            keys.table,
-            keys.seq_lens,
-            int32(starts),
-            max_queries,
-            head_dim**-0.5,
-            workspace,
-            num_splits,
+        inputs = (
+            *(out, queries, key_cache, value_cache, keys.table, keys.seq_lens),
+            *(int32(starts), max_queries, head_dim**-0.5),
         )
+        if launch is None:
+            kernels.paged_attention(*inputs, workspace, num_splits)
+        else:
+            launch(*inputs, num_splits)
         assert out[starts[-1] :].isnan().all()
         assert not workspace.arrived.any()
         for row in range(rows):

@@ -265,6 +265,48 @@ def _device_tuning(query_rows: int, head_dim: int, itemsize: int, device: torch.
     return default_tuning(query_rows, head_dim, itemsize, properties["max_shared_mem"])
 
 
+def check_inputs(
+    out: torch.Tensor,
+    queries: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+) -> None:
+    """See ``paged_attention``.
+
+    Raises:
+        ValueError: a shape, dtype or stride does not fit.
+    """
+    _, num_heads, head_dim = queries.shape
+    _, page_size, num_kv_heads, _ = key_cache.shape
+    rows = seq_lens.shape[0]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"queries: {num_heads} heads are no multiple of {num_kv_heads}")
+    if page_size & (page_size - 1):
+        raise ValueError(f"key_cache: page size must be a power of two, not {page_size}")
+    if value_cache.shape != key_cache.shape or value_cache.stride() != key_cache.stride():
+        raise ValueError("value_cache must have the shape and strides of key_cache")
+    dtypes = {tensor.dtype for tensor in (out, queries, key_cache, value_cache)}
+    if len(dtypes) != 1:
+        raise ValueError(f"out, queries and caches must be of one dtype, not {dtypes}")
+    if key_cache.shape[3] != head_dim or out.shape != queries.shape:
+        raise ValueError(
+            f"queries {tuple(queries.shape)} do not fit out {tuple(out.shape)} and keys of "
+            f"{key_cache.shape[3]}"
+        )
+    if {tensor.stride(-1) for tensor in (out, queries, key_cache)} != {1}:
+        raise ValueError("out, queries and caches must be contiguous in their last dimension")
+    for name, tensor, shape in (
+        ("block_table", block_table, (rows, block_table.shape[-1])),
+        ("seq_lens", seq_lens, (rows,)),
+        ("query_starts", query_starts, (rows + 1,)),
+    ):
+        if tensor.dtype != torch.int32 or tensor.shape != shape or tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must be {shape} int32, not {tensor.shape} {tensor.dtype}")
+
+
 def paged_attention(
     out: torch.Tensor,
     queries: torch.Tensor,
@@ -304,38 +346,15 @@ def paged_attention(
     Raises:
         ValueError: a shape, dtype or stride does not fit.
     """
+    check_inputs(out, queries, key_cache, value_cache, block_table, seq_lens, query_starts)
     _, num_heads, head_dim = queries.shape
     _, page_size, num_kv_heads, _ = key_cache.shape
-    rows = seq_lens.shape[0]
-    if num_heads % num_kv_heads:
-        raise ValueError(f"queries: {num_heads} heads are no multiple of {num_kv_heads}")
-    group = num_heads // num_kv_heads
+    rows, group = seq_lens.shape[0], num_heads // num_kv_heads
     if max_queries * group > workspace.query_rows:
         raise ValueError(
             f"max_queries {max_queries} times {group} heads exceed the workspace's "
             f"{workspace.query_rows} query rows"
         )
-    if page_size & (page_size - 1):
-        raise ValueError(f"key_cache: page size must be a power of two, not {page_size}")
-    if value_cache.shape != key_cache.shape or value_cache.stride() != key_cache.stride():
-        raise ValueError("value_cache must have the shape and strides of key_cache")
-    dtypes = {tensor.dtype for tensor in (out, queries, key_cache, value_cache)}
-    if len(dtypes) != 1:
-        raise ValueError(f"out, queries and caches must be of one dtype, not {dtypes}")
-    if key_cache.shape[3] != head_dim or out.shape != queries.shape:
-        raise ValueError(
-            f"queries {tuple(queries.shape)} do not fit out {tuple(out.shape)} and keys of "
-            f"{key_cache.shape[3]}"
-        )
-    if {tensor.stride(-1) for tensor in (out, queries, key_cache)} != {1}:
-        raise ValueError("out, queries and caches must be contiguous in their last dimension")
-    for name, tensor, shape in (
-        ("block_table", block_table, (rows, block_table.shape[-1])),
-        ("seq_lens", seq_lens, (rows,)),
-        ("query_starts", query_starts, (rows + 1,)),
-    ):
-        if tensor.dtype != torch.int32 or tensor.shape != shape or tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must be {shape} int32, not {tensor.shape} {tensor.dtype}")
     pairs = rows * num_kv_heads
     if pairs > len(workspace.arrived):
         raise ValueError(f"{rows} rows exceed the workspace's")
