@@ -549,7 +549,7 @@ def time_attention(
 
     Returns:
         ``us``, ``splits`` (the best), ``error`` (the worst), ``by_splits``: {num_splits: Timing};
-        or ``unavailable``: why a peer has no numbers.
+        or ``unavailable``: why there are no numbers.
     """
     passes = max(1, SMALL_PASSES // len(batch.caches)) if call.max_len < 8192 else 1
     by_splits, found = {}, {}
@@ -571,7 +571,7 @@ def time_attention(
             # What the last cache's call of the last replay left.
             found[f"{name}, num_splits {num_splits}"] = output_error(batch, call.out, expected)
     except Exception as error:
-        if not kernel.peer:
+        if not kernel.peer and not isinstance(error, Unavailable):
             raise
         kind = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "
         return {"unavailable": f"{kind}{error}"[:500]}
@@ -711,7 +711,11 @@ def _measure_sparse(
     width = options.gamma + 1
     expected = expected_outputs(batch, batch.caches[-1], width, selector.unit, selector.selection)
     kernels = time_kernels(batch, selector.call, KERNELS, expected, name, result["errors"])
-    usable = {kernel: timed for kernel, timed in kernels.items() if not KERNELS[kernel].peer}
+    usable = {
+        kernel: timed
+        for kernel, timed in kernels.items()
+        if not KERNELS[kernel].peer and "us" in timed
+    }
     best = min(usable, key=lambda kernel: usable[kernel]["us"])
     seconds = options.seconds
     parts = {

@@ -139,6 +139,36 @@ def triton_attention(call: Call, num_splits: int) -> Callable[[torch.Tensor], ob
     return run
 
 
+def cuda_attention(call: Call, num_splits: int) -> Callable[[torch.Tensor], object]:
+    """This package's kernel in CUDA C++.
+
+    Raises:
+        Unavailable: it is not for this device or shape, or cannot be built.
+    """
+    from dustin_vllm import cuda_ops
+
+    _, width, heads, head_dim = call.queries.shape
+    queries, out = call.flat()
+    why = cuda_ops.why_not(head_dim, width * heads // call.shape.kv_heads, DTYPE)
+    if why is not None:
+        raise Unavailable(why)
+    try:
+        library = cuda_ops.load(cuda_ops.build())
+    except cuda_ops.BuildError as error:
+        raise Unavailable(str(error)) from error
+
+    def run(cache: torch.Tensor) -> None:
+        keys, values = call.views(cache)
+        cuda_ops.paged_attention(
+            *(out, queries, keys, values, call.table, call.lens, call.starts),
+            *(width, head_dim**-0.5, num_splits),
+            early_table=True,  # as in the engine
+            library=library,
+        )
+
+    return run
+
+
 # Why xformers' dispatcher refuses every operator when its compiled library does not load.
 NOT_BUILT = "xFormers wasn't build with CUDA support"
 
@@ -203,6 +233,7 @@ class Kernel:
 KERNELS = {
     "flash": Kernel(flash_attention, (1, 4, 8, 32, 0)),
     "triton": Kernel(triton_attention, (1, 2, 4, 8)),
+    "cuda": Kernel(cuda_attention, (1, 2, 4)),
     "xformers": Kernel(xformers_attention, (1, 4), peer=True),
 }
 DENSE_KERNELS = {
