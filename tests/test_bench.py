@@ -284,6 +284,8 @@ def test_union_counts_overlaps_once() -> None:
         (FLASH, "attention"),
         ("void flash::prepare_varlen_num_blocks_kernel<1, true>(int)", "attention"),
         ("void flash::FlashAttnFwdCombine<...>", "attention"),
+        ("_attention_kernel", "attention"),
+        ("void dustin::(anonymous namespace)::attention<dustin::...>", "attention"),
         ("void vllm::reshape_and_cache_flash_kernel<...>", "kv write"),
         ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNN", "gemm"),
         ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>", "gemm"),

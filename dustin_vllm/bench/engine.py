@@ -368,7 +368,10 @@ OWN_KERNELS = {
 # CUTLASS, and the kernel that writes the KV cache has "flash" in its name.
 CATEGORIES = (
     ("kv write", ("reshape_and_cache",)),
-    ("attention", ("flash", "prepare_varlen", "fmha", "unified_attention")),
+    (
+        "attention",
+        ("flash", "prepare_varlen", "fmha", "unified_attention", "_attention_kernel", "dustin::"),
+    ),
     ("gemm", ("nvjet", "gemm", "gemv", "cutlass", "cublas", "splitk")),
     ("sampling", ("rejection", "sample", "expand_kernel", "topk", "argmax", "softmax")),
     ("copies", ("memcpy", "memset")),
