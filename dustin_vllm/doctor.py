@@ -81,6 +81,7 @@ def run_checks(setup: Setup) -> list[Check]:
         check_folders(),
         check_gpu(),
         check_flash_attention(setup.settings.get("granularity") == "token"),
+        check_cuda_kernel(setup.settings.get("verify_kernel") == "cuda"),
     ]
     checks = [check for check in found if check is not None]
     needed = ("torch", "vLLM distribution", "import vllm", "hooks into vLLM")
@@ -255,6 +256,30 @@ def check_flash_attention(by_token: bool = False) -> Check | None:
             optional=not by_token,
         )
     return Check("FlashAttention", str(version))
+
+
+def check_cuda_kernel(wanted: bool = False) -> Check | None:
+    """Whether the CUDA kernel is built or can be, where it is for the device.
+
+    Args:
+        wanted: the settings name it.
+    """
+    if not _cuda_available():
+        return None
+    from dustin_vllm import cuda_ops
+
+    name = "CUDA kernel"
+    if not cuda_ops.is_hopper():
+        if not wanted:
+            return None
+        return Check(name, "it is for compute capability 9.0", "set verify_kernel to auto")
+    if cuda_ops.library_file().is_file():
+        return Check(name, "built")
+    try:
+        compiler = cuda_ops.find_compiler()
+    except cuda_ops.BuildError as error:
+        return Check(name, f"not built: {error}", "install the CUDA toolkit (nvcc)", optional=not wanted)
+    return Check(name, f"built at the first start, by {compiler}")
 
 
 def check_torch_build() -> Check | None:

@@ -273,6 +273,30 @@ def test_kernels_that_are_not_built(monkeypatch, quick):
     assert_found("C++ library", "not built", "install g++")
 
 
+def test_the_cuda_kernel_without_a_compiler(monkeypatch, quick, tmp_path):
+    from dustin_vllm import cuda_ops
+
+    monkeypatch.setattr(doctor, "_cuda_available", lambda: True)
+    for check in ("check_gpu", "check_flash_attention"):
+        monkeypatch.setattr(doctor, check, lambda *_: None)
+    monkeypatch.setattr(cuda_ops, "is_hopper", lambda: False)
+    assert "CUDA kernel" not in examine()[1]
+    wanted = ("--set", "verify_kernel=cuda")
+    assert_found("CUDA kernel", "9.0", "set verify_kernel to auto", *wanted)
+    monkeypatch.setattr(cuda_ops, "is_hopper", lambda: True)
+    monkeypatch.setenv("DUSTIN_CACHE", str(tmp_path))
+    monkeypatch.setattr(cuda_ops.shutil, "which", lambda *_, **__: None)
+    code, checks = examine()
+    assert code == 0
+    assert checks["CUDA kernel"][0].startswith("not built: no nvcc")
+    assert_found("CUDA kernel", "no nvcc", "install the CUDA toolkit", *wanted)
+    monkeypatch.setattr(cuda_ops, "find_compiler", lambda: "/bin/nvcc")
+    assert examine()[1]["CUDA kernel"][0] == "built at the first start, by /bin/nvcc"
+    cuda_ops.library_file().parent.mkdir()
+    cuda_ops.library_file().touch()
+    assert examine()[1]["CUDA kernel"][0] == "built"
+
+
 @pytest.mark.parametrize("variable", ["DUSTIN_CACHE", "VLLM_CACHE_ROOT"])
 def test_a_folder_that_cannot_be_written(monkeypatch, quick, tmp_path, variable):
     (tmp_path / "file").write_text("")
