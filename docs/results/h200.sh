@@ -5,7 +5,8 @@
 #
 # CUDA_VISIBLE_DEVICES picks the GPU; MODELS is a folder with qwen2.5-coder-0.5b and its draft, TEXT
 # one with books, essays and the factbook. SHARE: the part of the GPU's memory for an evaluation that
-# runs beside other parts (what is timed has to run alone).
+# runs beside other parts (what is timed has to run alone). PYTEST: more of its arguments, such as
+# -n 8 where pytest-xdist is installed.
 # A part that fails does not stop the next ones.
 set -uo pipefail
 out=$(realpath "$1"); shift
@@ -15,7 +16,8 @@ pair=(--model "$models/qwen2.5-coder-0.5b" --draft "$models/qwen2.5-coder-0.5b-d
 cd "$(mktemp -d)" || exit 1
 
 bench() { python3 -m dustin_vllm.cli bench "$@"; }
-engine() { bench engine --json "$out/$1.json" --plot "$out/$1.png" "${@:2}"; }
+test_files() { python3 -m pytest -q -p no:cacheprovider "$@"; }
+engine() { bench engine --verbose --json "$out/$1.json" --plot "$out/$1.png" "${@:2}"; }
 code() { # vLLM's own source, a long text of a programming language
   python3 -c 'import pathlib, vllm
 files = sorted(pathlib.Path(vllm.__file__).parent.rglob("*.py"))
@@ -29,9 +31,12 @@ part_attention_hnd() {
   bench attention --preset 72b --batch 4,16,32 --budget 512 --granularity block --layout HND --json "$out/attention-72b-hnd-h200.json"
 }
 part_7b() { engine engine-7b-h200 --preset 7b --fill-kv --modes plain,stock,loop,dustin; }
-part_7b_triton() { # our attention kernel in the engine
-  engine engine-7b-triton-h200 --preset 7b --fill-kv --modes dustin --dustin-json '{"verify_kernel": "triton"}'
+with_kernel() { # our attention kernels in the engine
+  engine "engine-7b-$1-h200" --preset 7b --fill-kv --modes dustin --dustin-json "{\"verify_kernel\": \"$1\"}"
 }
+part_7b_triton() { with_kernel triton; }
+part_7b_cuda() { with_kernel cuda; }
+part_7b_flash() { with_kernel flash; }
 part_72b() { engine engine-72b-20-layers-h200 --preset 72b --layers 20 --fill-kv --modes plain,stock,dustin; }
 part_7b_contexts() { # how a step grows with the context; a large batch; 2k, where every row is dense
   engine engine-7b-contexts-h200 --preset 7b --fill-kv --modes stock,dustin --steps 60 --dustin-json '{"dense_below": 4096}' \
@@ -39,7 +44,7 @@ part_7b_contexts() { # how a step grows with the context; a large batch; 2k, whe
 }
 part_pair() {
   code
-  engine qwen-h200 "${pair[@]}" --text code.txt --modes dustin,stock,plain,lossless --batch 32 --context 16384,24576,28672 --budget 1024 --steps 60
+  engine qwen-24k-h200 "${pair[@]}" --text code.txt --modes stock,dustin,plain --batch 32 --context 24576 --budget 1024
 }
 part_pair_draft_budgets() { # acceptance of drafting sparsely, with dense verification
   code
@@ -56,12 +61,14 @@ part_tp2_bf16() { tp2 engine-72b-bf16-tp2-h200 8 8,40; }
 part_paper() { # four GPUs
   engine paper-72b-tp4-h200 --preset paper-72b --tp 4
 }
-part_calibrate_16k() { # TEXT: a folder with books, essays and the factbook
+calibrate() { # TEXT: a folder with books, essays and the factbook
   texts=$(find "$TEXT" -mindepth 1 -maxdepth 1 -printf '--text %p ')
-  python3 -m dustin_vllm.cli calibrate "$models/qwen2.5-coder-0.5b" "$models/qwen2.5-coder-0.5b-draft" \
-    --output "$out/calibrate-qwen-coder-0.5b-16k-h200.json" --settings "qwen2.5-coder-0.5b-instruct+qwen2.5-coder-0.5b-draft4" \
-    $texts --text "$(python3 -c 'import vllm; print(vllm.__path__[0])' 2>/dev/null)/v1" --work calibrate \
-    --context 16384 --budget 512 --held-out 16 --device cuda --max-seconds 150
+  python3 -m dustin_vllm.cli calibrate "$models/qwen2.5-coder-0.5b" "$models/qwen2.5-coder-0.5b-draft" --output "$out/$1.json" \
+    $texts --text "$(python3 -c 'import vllm; print(vllm.__path__[0])' 2>/dev/null)/v1" --work "work-$1" --device cuda --budget 512 "${@:2}"
+}
+part_calibrate() { calibrate calibrate-qwen-coder-0.5b-h200 --context 8192 --tokens --windows 16 --held-out 16 --needles 8 --trials 40 --max-seconds 900; }
+part_calibrate_16k() { # no search
+  calibrate calibrate-qwen-coder-0.5b-16k-h200 --settings "qwen2.5-coder-0.5b-instruct+qwen2.5-coder-0.5b-draft4" --context 16384 --held-out 16 --max-seconds 300
 }
 evaluate() { # quality on tasks; TEXT as above
   python3 -m dustin_vllm.cli eval "${pair[@]}" --text "$TEXT" --batch 32 --llm-json "{\"gpu_memory_utilization\": ${SHARE:-0.85}}" --json "$out/$1.json" --plot "$out/$1.png" "${@:2}"
@@ -91,21 +98,23 @@ soak() { # requests against the OpenAI server
 part_soak() { soak soak-h200 --modes stock,dustin --seconds 30 --requests 200; } # measured: alone on its GPU
 part_soak_load() { soak soak-load-h200 --modes dustin --seconds 420 --requests 200 --server-args "--gpu-memory-utilization 0.25"; }
 part_tests() { # on real weights: outputs equal the reference and stock vLLM's
-  DUSTIN_TEST_MODELS=$models python3 -m pytest "$repo/tests/test_gpu_engine.py" -q -p no:cacheprovider
+  DUSTIN_TEST_MODELS=$models test_files "$repo/tests/test_gpu_engine.py"
 }
 part_mixed() { # five minutes of requests of all kinds
-  DUSTIN_TEST_MODELS=$models DUSTIN_TEST_SECONDS=300 python3 -m pytest "$repo/tests/test_gpu_engine.py" -q -s -p no:cacheprovider -k mixed
+  DUSTIN_TEST_MODELS=$models DUSTIN_TEST_SECONDS=300 test_files -s "$repo/tests/test_gpu_engine.py" -k mixed
 }
 part_hnd() { # the other layout of the KV cache
-  VLLM_KV_CACHE_LAYOUT=HND DUSTIN_TEST_MODELS=$models python3 -m pytest "$repo/tests/test_gpu_engine.py" -q -p no:cacheprovider -k 'reference or graphs_and_eager'
+  VLLM_KV_CACHE_LAYOUT=HND DUSTIN_TEST_MODELS=$models test_files "$repo/tests/test_gpu_engine.py" -k 'reference or graphs_and_eager'
 }
 part_two_gpus() { # tensor parallel by both executors; the README's command; needs Ray and openai
-  python3 -m pytest "$repo/tests/test_gpu_parallel.py" -q -p no:cacheprovider
+  test_files "$repo/tests/test_gpu_parallel.py"
 }
-part_kernels() { python3 -m pytest "$repo/tests/test_triton_kernels.py" -q -p no:cacheprovider; }
+part_kernels() { test_files ${PYTEST:-} "$repo/tests/test_triton_kernels.py" "$repo/tests/test_cuda_ops.py"; }
 part_upstream() { python3 "$repo/tests/upstream.py" "$UPSTREAM"; } # vLLM's own tests; UPSTREAM: its source
+sanitized() { PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python3 -m pytest -q -x -p no:cacheprovider "$@"; }
 part_sanitizer() { # a few shapes of every kernel; the tool slows them down hundredfold
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python3 -m pytest "$repo/tests/test_triton_kernels.py" -q -x -p no:cacheprovider -k 'layouts or strided_queries or splits_the_budget or narrow_table or gathered or with_preselection'
+  sanitized "$repo/tests/test_triton_kernels.py" -k 'layouts or strided_queries or splits_the_budget or narrow_table or gathered or with_preselection' &&
+    sanitized "$repo/tests/test_cuda_ops.py" -k 'every_tuning or other_layout'
 }
 
 for part in "$@"; do
