@@ -79,7 +79,7 @@ MUTANTS = {
         "min(seq_len - order.begin_of(chunk, group), kGroup)",
         "seq_len > order.begin_of(chunk, group) ? kGroup : 0",
     ),
-    "old table entries": swap("if (held == i) pages[i] = next;", ""),
+    "old table entries": swap("if (held == i) pages[i] = next;", "if (false) pages[i] = next;"),
     "even pitch": swap("kTokenPitch = kTokenBytes + 16", "kTokenPitch = kTokenBytes"),
 }
 

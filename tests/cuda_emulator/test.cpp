@@ -116,6 +116,10 @@ int main(int argc, char** argv) {
       go({128, 1, 8, 16, 1, v, true, false, {300, 0, 40, 700}, {5, 0, 3, 5}, 0, true}, "one");
       go({64, 1, 7, 1, 2, v, false, false, {40, 400, 64}, {1, 6, 6}, 2, true}, "two");
       go({64, 1, 7, 1, 4, v, true, false, {2000, 3}, {5, 2}, 0, true}, "four");
+      for (int again = 0; again < 3; ++again) {  // other orders
+        go({128, 1, 8, 16, 2, v, true, false, {200, 1100}, {5, 5}}, "parts");
+        go({64, 1, 7, 16, 2, v, true, false, {200, 1000}, {6, 6}}, "parts");
+      }
     }
   } else if (mode == "stats1") {
     emu::stats = {};
