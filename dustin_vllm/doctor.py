@@ -278,7 +278,8 @@ def check_cuda_kernel(wanted: bool = False) -> Check | None:
     try:
         compiler = cuda_ops.find_compiler()
     except cuda_ops.BuildError as error:
-        return Check(name, f"not built: {error}", "install the CUDA toolkit (nvcc)", optional=not wanted)
+        mend = "install the CUDA toolkit (nvcc)"
+        return Check(name, f"not built: {error}", mend, optional=not wanted)
     return Check(name, f"built at the first start, by {compiler}")
 
 
