@@ -74,9 +74,8 @@ class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
             # The same number for one batch size at capture and at replay: the schedule is made
             # outside the graph, the kernel's own number is inside.
             self.max_num_splits = self.runtime.num_splits(planned.num_reqs)
-        fast_build |= self.runtime.uses_own_kernel(
-            planned
-        )  # FlashAttention's schedule is not needed
+        # Our kernel needs no schedule of FlashAttention's.
+        fast_build |= self.runtime.uses_own_kernel(planned)
         return self._finish(super().build(0, planned, fast_build), planned, self.runtime)
 
     @staticmethod

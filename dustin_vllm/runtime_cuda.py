@@ -284,6 +284,28 @@ class OwnAttention:
         return 0 if self.workspace is None else self.workspace.nbytes
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """What this rank's layers of a model ask of an attention kernel."""
+
+    queries: int  # of a sequence, at most
+    group: int  # query heads that share a key head
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def query_rows(self) -> int:
+        """Queries of a sequence times heads that share a key head."""
+        return self.queries * self.group
+
+
+def _attention_shape(model: Any, parallel: Any, queries: int) -> AttentionShape:
+    kv_heads = model.get_num_kv_heads(parallel)
+    group = model.get_num_attention_heads(parallel) // kv_heads
+    return AttentionShape(queries, group, kv_heads, model.get_head_size(), model.dtype)
+
+
 def _own_attention(
     vllm_config: Any, settings: Settings, rows: int, device: torch.device
 ) -> dict[str, OwnAttention]:
@@ -292,68 +314,57 @@ def _own_attention(
     Raises:
         ConfigError: the kernel that the settings name cannot serve one of them.
     """
-    speculative = vllm_config.speculative_config
-    models = {
-        "target": (vllm_config.model_config, vllm_config.parallel_config, settings.gamma + 1),
-        "draft": (
-            speculative.draft_model_config,
-            speculative.draft_parallel_config,
-            settings.gamma + 2,
+    speculative, gamma = vllm_config.speculative_config, settings.gamma
+    shapes = {
+        "target": _attention_shape(
+            vllm_config.model_config, vllm_config.parallel_config, gamma + 1
+        ),
+        "draft": _attention_shape(
+            speculative.draft_model_config, speculative.draft_parallel_config, gamma + 2
         ),
     }
-    asked: str = settings.config.verify_kernel
-    kernel = asked
-    library = None
-    if asked in ("auto", "cuda"):
-        library, why = _cuda_library(models)
-        if library is None and asked == "cuda":
+    kernel: str = settings.config.verify_kernel
+    if kernel in ("auto", "cuda"):
+        library, why = _cuda_library(shapes)
+        if library is not None:
+            least = -(-LEAST_PAIRS // shapes["target"].kv_heads) if kernel == "auto" else 1
+            return dict.fromkeys(shapes, OwnAttention(None, library, least))
+        if kernel == "cuda":
             raise config.ConfigError(
                 f"dustin.verify_kernel='cuda': {why}; use 'auto', 'flash' or 'triton'"
             )
         # FlashAttention 2 has no schedule to share between layers and was not measured.
-        without = "flash" if config.flash_attention_version() == 3 else "triton"
-        kernel = without if library is None else "cuda"
-        if library is None and cuda_ops.is_hopper():
-            logger.info("Dustin: verify_kernel='auto' is %r: %s", without, why)
+        kernel = "flash" if config.flash_attention_version() == 3 else "triton"
+        if cuda_ops.is_hopper():
+            logger.info("Dustin: verify_kernel='auto' is %r: %s", kernel, why)
     if kernel == "flash":
         return {}
-    if library is not None:
-        kv_heads = vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)
-        least = -(-LEAST_PAIRS // kv_heads) if asked == "auto" else 1
-        return dict.fromkeys(models, OwnAttention(None, library, least))
-    made = {}
-    for name, (model, parallel, queries) in models.items():
-        kv_heads = model.get_num_kv_heads(parallel)
-        group = model.get_num_attention_heads(parallel) // kv_heads
-        if queries * group > MAX_QUERY_ROWS:
-            raise config.ConfigError(
-                f"dustin.verify_kernel='triton': {queries} queries of {group} heads that share a "
-                f"key head are {queries * group} rows, at most {MAX_QUERY_ROWS} are supported; "
-                "use 'flash', or lower num_speculative_tokens"
-            )
-        made[name] = OwnAttention(
-            attention_workspace(
-                rows, kv_heads, queries * group, model.get_head_size(), ATTENTION_PARTS, device
-            )
-        )
-    return made
+    return {name: _triton_attention(shape, rows, device) for name, shape in shapes.items()}
 
 
-def _cuda_library(models: Mapping[str, tuple[Any, Any, int]]) -> tuple[Any, str]:
-    """The CUDA kernel if it can serve these models, or None and why not.
-
-    Args:
-        models: {name: (model config, parallel config, queries of a row at most)}.
-    """
-    for name, (model, parallel, queries) in models.items():
-        group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
-        why = cuda_ops.why_not(model.get_head_size(), queries * group, model.dtype)
+def _cuda_library(shapes: Mapping[str, AttentionShape]) -> tuple[Any, str]:
+    """The CUDA kernel if it can serve these models, or None and why not."""
+    for name, shape in shapes.items():
+        why = cuda_ops.why_not(shape.head_dim, shape.query_rows, shape.dtype)
         if why is not None:
             return None, f"{why} (the {name})"
     try:
         return cuda_ops.load(cuda_ops.build()), ""
-    except (cuda_ops.BuildError, OSError) as error:
+    except cuda_ops.BuildError as error:
         return None, str(error)
+
+
+def _triton_attention(shape: AttentionShape, rows: int, device: torch.device) -> OwnAttention:
+    if shape.query_rows > MAX_QUERY_ROWS:
+        raise config.ConfigError(
+            f"dustin.verify_kernel='triton': {shape.queries} queries of {shape.group} heads that "
+            f"share a key head are {shape.query_rows} rows, at most {MAX_QUERY_ROWS} are "
+            "supported; use 'flash', or lower num_speculative_tokens"
+        )
+    workspace = attention_workspace(
+        rows, shape.kv_heads, shape.query_rows, shape.head_dim, ATTENTION_PARTS, device
+    )
+    return OwnAttention(workspace)
 
 
 def check_granularity(settings: Settings) -> None:
