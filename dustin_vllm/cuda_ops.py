@@ -38,7 +38,7 @@ BUILD = (
 
 
 class BuildError(RuntimeError):
-    """The library cannot be built here; the message says why."""
+    """The library cannot be built or loaded here; the message says why."""
 
 
 def sources() -> list[Path]:
@@ -76,18 +76,24 @@ def build() -> Path:
     """The library's file; compiled, in half a minute, unless it was before.
 
     Raises:
-        BuildError: no compiler, or it fails.
+        BuildError: no compiler, it fails, or its output cannot be written.
     """
     library = library_file()
-    if library.is_file():
-        return library
-    compiler = find_compiler()
-    folder = library.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    if not library.is_file():
+        compiler = find_compiler()
+        try:
+            _compile(compiler, library)
+        except OSError as error:
+            raise BuildError(f"the CUDA kernel cannot be built: {error}") from error
+    return library
+
+
+def _compile(compiler: str, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with (library.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.is_file():  # by another process meanwhile
-            return library
+            return
         logger.info("Dustin: building the CUDA kernel for sm_90 (once, half a minute)")
         part = library.with_suffix(f".{os.getpid()}")
         command = [compiler, *BUILD, "-o", str(part), str(sources()[0])]
@@ -95,13 +101,19 @@ def build() -> Path:
         if done.returncode:
             raise BuildError(f"nvcc failed ({done.returncode}):\n{done.stderr[-2000:]}")
         part.rename(library)  # complete or absent
-    return library
 
 
 @functools.cache
 def load(path: Path) -> ctypes.CDLL:
-    """A built library."""
-    library = ctypes.CDLL(str(path))
+    """A built library.
+
+    Raises:
+        BuildError: it is damaged.
+    """
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"delete {path}, it does not load: {error}") from error
     pointer, i64, i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     library.dustin_paged_attention.argtypes = (
         [pointer] * 7 + [i64] * 8 + [i32] * 9 + [ctypes.c_float, pointer]
@@ -177,8 +189,9 @@ def paged_attention(
     if num_splits not in (1, 2, 4, 8):
         raise ValueError(f"num_splits must be 1, 2, 4 or 8, not {num_splits}")
     tensors = (out, queries, key_cache, value_cache, block_table, seq_lens, query_starts)
-    if len(devices := {str(tensor.device) for tensor in tensors}) > 1:
-        raise ValueError(f"all tensors must be on one device, not on {', '.join(sorted(devices))}")
+    if len(devices := {tensor.device for tensor in tensors}) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"all tensors must be on one device, not on {names}")
     if library is None and not queries.is_cuda:
         raise ValueError(f"tensors must be on a GPU, not on {queries.device}")
     size = queries.element_size()

@@ -134,6 +134,20 @@ def test_a_build_that_fails_leaves_nothing(monkeypatch, tmp_path) -> None:
     assert cuda_ops.build() == built  # not again
 
 
+def test_a_folder_that_cannot_be_written_says_so(monkeypatch, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DUSTIN_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(cuda_ops, "find_compiler", lambda: "nvcc")
+    with pytest.raises(cuda_ops.BuildError, match="cannot be built: .*file"):
+        cuda_ops.build()
+
+
+def test_a_damaged_library_says_so(tmp_path) -> None:
+    (tmp_path / "attention.so").write_text("half a library")
+    with pytest.raises(cuda_ops.BuildError, match="delete .*attention.so, it does not load"):
+        cuda_ops.load(tmp_path / "attention.so")
+
+
 @pytest.mark.parametrize(
     ("head_dim", "pairs", "wanted"),
     [(64, 1, 4), (64, 33, 4), (64, 34, 2), (64, 67, 1), (128, 1, 2), (128, 66, 2), (128, 67, 1)],

@@ -32,7 +32,7 @@ struct dim3 { unsigned x, y, z; dim3(unsigned x = 1, unsigned y = 1, unsigned z 
 namespace emu {
 struct Options { int policy = 0; uint64_t seed = 1; bool eager = false; } options;
 struct Stats {
-  uint64_t ldmatrix = 0, ldmatrix_extra = 0, cp = 0, cp_extra = 0, mma = 0, st = 0, st_extra = 0, ld = 0, ld_extra = 0, global16 = 0, prefetch = 0;
+  uint64_t ldmatrix = 0, ldmatrix_extra = 0, cp = 0, cp_extra = 0, mma = 0, st = 0, st_extra = 0, ld = 0, ld_extra = 0, global16 = 0;
 } stats;
 std::vector<std::string> errors; uint64_t uninit_reads = 0;
 inline void fail(const char* fmt, ...) {

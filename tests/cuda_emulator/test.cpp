@@ -1,6 +1,5 @@
 #include "emu.h"
 #include "attention.cu"
-#include <chrono>
 
 struct Case {
   int dim, kv_heads, group, page, splits, variant; bool bf16, hnd; std::vector<int> lens, new_; int table_pad = 0;
