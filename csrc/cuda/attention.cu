@@ -17,8 +17,10 @@
 //   2. P = exp2(S - reference), to shared memory, and a barrier. The reference of the first chunk
 //      is its maximum, which takes another barrier to find; later ones keep it, as it need not be
 //      the maximum: only where a weight is large are maxima exchanged again.
-//   3. O^T = V^T P^T: a warp takes 16 or 32 dimensions of all tokens, so that no sums over warps
-//      follow the last byte.
+//   3. O^T = V^T P^T, by four warps together (wgmma): V^T from registers, P from shared memory. A
+//      warp takes 16 or 32 dimensions of all tokens, so that no sums over warps follow the last
+//      byte. wgmma reads K's and V's rows only in layouts that these copies cannot make, so step 1,
+//      where K would have to come with the queries, stays with one product per warp.
 //
 // Where sequences times key heads do not fill the device, a sequence is split over a cluster of
 // 2, 4 or 8 blocks. Groups are dealt out to them like cards: which positions a thread copies does
@@ -90,7 +92,8 @@ struct Config {
   static constexpr int kDim = kDim_, kColumns = kColumns_, kGroups = kGroups_, kBlocks = kBlocks_;
   static constexpr int kRows = kColumns * 8;
   static constexpr int kComputing = kGroups * 32, kThreads = kComputing + kCopiers * 32;
-  static constexpr int kDimTiles = kDim / 16 / kGroups;  // O^T: of 16 dimensions, of a warp
+  // O^T: of 16 dimensions, of a warp. Tile t of warp w is the (t kGroups + w)-th one.
+  static constexpr int kDimTiles = kDim / 16 / kGroups, kAllTiles = kDim / 16;
   // Groups of the first chunk. With few of them there is soon something to compute, and budgets of
   // whole long chunks leave no more than that besides.
   static constexpr int kFirst = kGroups > 4 ? 3 : kGroups;
@@ -110,10 +113,11 @@ struct Config {
   // every bank once.
   static constexpr int kTokenBytes = kDim * 4, kTokenPitch = kTokenBytes + 16;
   static constexpr int kQueryPitch = kDim * 2 + 16;
-  static constexpr int kWeightPitch = (kColumns | 1) * 16;  // P is [token][query row]
+  // P is tiles of 8 tokens x 8 query rows, the rows next to each other: [tokens][rows][8][8].
+  static constexpr int kTile = 128, kWeightPitch = kColumns * kTile;  // bytes
   static constexpr int kGroupBytes = kGroup * kTokenPitch;
   static constexpr int kSlotBytes = kGroups * kGroupBytes;  // a chunk
-  static constexpr int kWeightBytes = kGroups * kGroup * kWeightPitch;
+  static constexpr int kWeightBytes = kGroups * kGroup / 8 * kWeightPitch;
   // Maxima and sums are [pair of query rows][group] of two numbers, so that a thread reads those
   // of its rows by 16 bytes; the pitch spreads the reads over all banks.
   static constexpr int kPairPitch = kGroups * 8 + 16, kPairBytes = kRows / 2 * kPairPitch;
@@ -134,14 +138,13 @@ struct Config {
   static constexpr int kBytes = kRing + kSlots * kSlotBytes;
 
   // In a cluster, what others send takes the place of the slots after the first one, which is the
-  // last chunk's: their references and sums, [split][row], and their parts of this block's
-  // dimensions of O^T, [split][dimension][row].
-  static constexpr int kPartPitch = (kColumns / 2 * 2 + 1) * 32;
-  static constexpr int kPartBytes = kMaxSplits * kRows * 8 + kDim * kPartPitch;
+  // last chunk's: their references and sums, [split][row], and their parts of this block's tiles of
+  // O^T, [split][tile][column][lane] of 16 bytes.
+  static constexpr int kPartTile = kColumns * 32 * 16;
+  static constexpr int kPartBytes =
+      kMaxSplits * kRows * 8 + max_of(kAllTiles, kMaxSplits) * kPartTile;
   static constexpr int kPartStats = kRing + kSlotBytes;
   static constexpr int kPartOut = kPartStats + kMaxSplits * kRows * 8;
-  static constexpr int kSentStats = kRows * 8;       // by each block to each
-  static constexpr int kSentOut = kDim * kRows * 4;  // by all blocks to each
 
   static_assert(kSlots >= 2 && kPartBytes <= (kSlots - 1) * kSlotBytes);
   static_assert(kDimTiles * kGroups * 16 == kDim && kGroups % kCopiers == 0);
@@ -319,32 +322,6 @@ DUSTIN_DEVICE void multiply_keys(float (&s)[C::kColumns][4], uint32_t keys, uint
   }
 }
 
-// Values and P of a group, as operands.
-template <class C>
-struct Weighted {
-  uint32_t v[C::kDimTiles][4], p[C::kColumns][2];
-
-  DUSTIN_DEVICE void load(uint32_t values, uint32_t weights, int lane) {
-#pragma unroll
-    for (int m = 0; m < C::kDimTiles; ++m) ldmatrix_x4_trans(v[m], values + m * 32);
-#pragma unroll
-    for (int n = 0; n + 1 < C::kColumns; n += 2) {
-      uint32_t two[4];
-      ldmatrix_x4_trans(two, weights + n * 16);
-      p[n][0] = two[0], p[n][1] = two[1], p[n + 1][0] = two[2], p[n + 1][1] = two[3];
-    }
-    if constexpr (C::kColumns % 2)
-      ldmatrix_x2_trans(p[C::kColumns - 1], weights + (C::kColumns - 1) * 16 - lane / 16 * 16);
-  }
-  DUSTIN_DEVICE void multiply(float (&acc)[C::kDimTiles][C::kColumns][4]) const {
-#pragma unroll
-    for (int n = 0; n < C::kColumns; ++n)
-#pragma unroll
-      for (int m = 0; m < C::kDimTiles; ++m)
-        mma(typename C::Element(), acc[m][n], v[m], p[n][0], p[n][1]);
-  }
-};
-
 // Of all groups, at a thread's place of the table of maxima or sums: a row's and the next one's.
 template <class C, class Op>
 DUSTIN_DEVICE float2 over_groups(uint32_t place, float2 x, Op op) {
@@ -362,50 +339,6 @@ DUSTIN_DEVICE float over_tokens(float x, Op op) {
   for (int distance = 16; distance >= 4; distance /= 2)
     x = op(x, __shfl_xor_sync(kWholeWarp, x, distance));
   return x;
-}
-
-// This block's dimensions of all parts that the cluster's blocks have sent, to the output.
-template <class C>
-DUSTIN_DEVICE void combine(const Arguments& a, uint32_t shared, int first_query, int rows,
-                           int head, int split, int splits) {
-  const int dims = C::kDim >> a.split_shift;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < C::kRows * (dims / 8); i += C::kComputing) {
-    const int m = i % C::kRows, dim = i / C::kRows * 8;
-    if (m >= rows) continue;
-    float top = kNothingSeen, sum = 0, x[8] = {};
-#pragma unroll 1
-    for (int begin = 0; begin < splits; begin += 2) {  // two at once, to pay their latency once
-      float2 stats[2];
-      float part[2][8];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        stats[j] = load_shared2(shared + C::kPartStats + ((begin + j) * C::kRows + m) * 8);
-#pragma unroll
-        for (int k = 0; k < 8; ++k)
-          part[j][k] = load_shared(shared + C::kPartOut +
-                                   ((begin + j) * dims + dim + k) * C::kPartPitch + m * 4);
-      }
-      const float new_top = fmaxf(top, fmaxf(stats[0].x, stats[1].x));
-      const float shrink = exp2_fast(top - new_top);
-      const float grow[2] = {exp2_fast(stats[0].x - new_top), exp2_fast(stats[1].x - new_top)};
-      top = new_top, sum = sum * shrink + stats[0].y * grow[0] + stats[1].y * grow[1];
-#pragma unroll
-      for (int k = 0; k < 8; ++k)
-        x[k] = x[k] * shrink + part[0][k] * grow[0] + part[1][k] * grow[1];
-    }
-    const float inverse = sum > 0 ? reciprocal(sum) : 0.0f;  // 0: nothing is visible
-    typename C::Element element;
-    uint4 packed;
-    packed.x = pack(element, x[0] * inverse, x[1] * inverse);
-    packed.y = pack(element, x[2] * inverse, x[3] * inverse);
-    packed.z = pack(element, x[4] * inverse, x[5] * inverse);
-    packed.w = pack(element, x[6] * inverse, x[7] * inverse);
-    const int query = a.query_of(m), member = m - query * a.group;
-    store_global(a.out + (first_query + query) * a.out_stride +
-                     (head * a.group + member) * a.out_head_stride + split * dims + dim,
-                 packed);
-  }
 }
 
 template <class C>
@@ -450,8 +383,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     return;
   }
   take_registers<C::kRegisters>();
+  // Tiles of O^T that this block finishes: those from first_tile on; in a cluster, its share.
+  const int first_tile = (split * C::kAllTiles + splits - 1) >> a.split_shift;
+  const int own_tiles = ((split + 1) * C::kAllTiles + splits - 1 >> a.split_shift) - first_tile;
+  const int most_tiles = max(C::kAllTiles >> a.split_shift, 1);
   if (splits > 1 && threadIdx.x == 0)
-    mbarrier_arrive_expect(shared + C::kPartBarrier, splits * C::kSentStats + C::kSentOut);
+    mbarrier_arrive_expect(shared + C::kPartBarrier,
+                           (splits - 1) * (C::kRows * 8 + own_tiles * C::kPartTile));
   const int rows = min(queries * a.group, C::kRows);
   load_queries<C>(a, first_query, rows, head, shared + C::kQueries);
   cp_async_commit();
@@ -462,16 +400,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   const auto limit = [&](int m) { return min(seq_len, first_limit + a.query_of(m)); };
 
   // A thread's place in fragments: two query rows of each column, tokens or dimensions x, x + 8.
-  const int thread_row = lane % 4 * 2, dim_tile = warp * C::kDimTiles;
+  const int thread_row = lane % 4 * 2;
   const uint32_t pairs = shared + lane % 4 * C::kPairPitch;
-  const uint32_t my_weights = shared + C::kWeights + (warp * kGroup + lane / 4) * C::kWeightPitch +
-                              thread_row * 2;
-  const uint32_t all_weights =
-      shared + C::kWeights + lane % 16 * C::kWeightPitch + lane / 16 * 16;
+  const uint32_t my_weights = shared + C::kWeights + warp * 2 * C::kWeightPitch +
+                              lane / 4 * 16 + thread_row * 2;
   const uint32_t my_keys = shared + C::kRing + warp * C::kGroupBytes +
                            lane % 16 * C::kTokenPitch + lane / 16 * 16;
   const uint32_t all_values = shared + C::kRing + (lane / 16 * 8 + lane % 8) * C::kTokenPitch +
-                              C::kTokenBytes / 2 + dim_tile * 32 + lane / 8 % 2 * 16;
+                              C::kTokenBytes / 2 + warp * 32 + lane / 8 % 2 * 16;
   const uint32_t my_queries =
       shared + C::kQueries + lane % 8 * C::kQueryPitch + lane / 8 * 16;
   float acc[C::kDimTiles][C::kColumns][4] = {};
@@ -520,6 +456,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     // barrier of the chunk before.
     const int buffer = c % 2 * C::kWeightBytes;
     float here_sum[C::kColumns][2];
+    typename C::Element element;
     bool exchange = c == 0;
 #pragma unroll 1
     while (true) {
@@ -546,7 +483,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
             store_shared(shared + C::kShrink + (i * 8 + thread_row) * 4, shrink);
         }
       }
-      typename C::Element element;
       float largest = 0;
 #pragma unroll
       for (int i = 0; i < C::kColumns; ++i) {
@@ -554,12 +490,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           p[j] = exp2_fast(fmaf(s[i][j], a.scale_log2, -reference[i][j % 2]));
-        store_shared(my_weights + buffer + i * 16, pack(element, p[0], p[1]));
-        store_shared(my_weights + buffer + i * 16 + 8 * C::kWeightPitch,
-                     pack(element, p[2], p[3]));
-        here_sum[i][0] = p[0] + p[2], here_sum[i][1] = p[1] + p[3];
+        const uint32_t packed[2] = {pack(element, p[0], p[1]), pack(element, p[2], p[3])};
+        store_shared(my_weights + buffer + i * C::kTile, packed[0]);
+        store_shared(my_weights + buffer + i * C::kTile + C::kWeightPitch, packed[1]);
+        // Sums of the rounded weights: most of the roundings cancel in the quotient.
+        const float2 first = unpack(element, packed[0]), second = unpack(element, packed[1]);
+        here_sum[i][0] = first.x + second.x, here_sum[i][1] = first.y + second.y;
         largest = fmaxf(largest, fmaxf(here_sum[i][0], here_sum[i][1]));
       }
+      proxy_fence();  // P is read by the tensor cores' own path
       if (last) {
 #pragma unroll
         for (int i = 0; i < C::kColumns; ++i) {
@@ -588,20 +527,25 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
       }
     }
 
-    // 3. Values of all groups, whose operands are loaded one group ahead.
-    const uint32_t values = all_values + slot * C::kSlotBytes, chunk_weights = all_weights + buffer;
-    if (here > 0) {
-      Weighted<C> x[2];
-      x[0].load(values, chunk_weights, lane);
+    // 3. Values of all groups; zeros where there is no group.
+    uint32_t v[C::kGroups][C::kDimTiles][4] = {};
+    const uint32_t values = all_values + slot * C::kSlotBytes;
 #pragma unroll
-      for (int g = 0; g < C::kGroups; ++g) {
-        if (g + 1 < C::kGroups && g + 1 < here)
-          x[(g + 1) % 2].load(values + (g + 1) * C::kGroupBytes,
-                              chunk_weights + (g + 1) * kGroup * C::kWeightPitch, lane);
-        x[g % 2].multiply(acc);
-        if (g + 1 >= here) break;
+    for (int g = 0; g < C::kGroups; ++g)
+      if (g < here) {
+#pragma unroll
+        for (int t = 0; t < C::kDimTiles; ++t)
+          ldmatrix_x4_trans(v[g][t], values + g * C::kGroupBytes + t * C::kGroups * 32);
       }
+    wgmma_begin();
+#pragma unroll
+    for (int g = 0; g < C::kGroups; ++g) {
+      const uint64_t weights = wgmma_operand(
+          shared + C::kWeights + buffer + g * 2 * C::kWeightPitch, C::kWeightPitch, C::kTile);
+#pragma unroll
+      for (int t = 0; t < C::kDimTiles; ++t) wgmma(element, acc[t], v[g][t], weights);
     }
+    wgmma_end();
     // Who copies to the slot next may. What has been read by ordinary instructions must be told to
     // the copies' hardware by those who have read.
     if (c + C::kSlots < chunks) {
@@ -619,62 +563,92 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
                                     make_float2(0, 0), add);
     total[n][0] = x.x, total[n][1] = x.y;
   }
-  typename C::Element element;
-  if (splits == 1) {
+  if (splits > 1) {
+    // Tiles to the blocks that finish them, when these have made room, to the same threads.
+    cluster_wait();
 #pragma unroll
-    for (int n = 0; n < C::kColumns; ++n) {
-      float inverse[2];  // 0: nothing is visible
-#pragma unroll
-      for (int j = 0; j < 2; ++j) inverse[j] = total[n][j] > 0 ? reciprocal(total[n][j]) : 0.0f;
-      const int m = n * 8 + lane / 4;
-      const int query = a.query_of(m), member = m - query * a.group;
-      uint16_t* target = a.out + (first_query + query) * a.out_stride +
-                         (head * a.group + member) * a.out_head_stride + lane % 4 * 2;
-#pragma unroll
-      for (int t = 0; t < C::kDimTiles; ++t)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float* x = acc[t][n] + half * 2;
-          const uint32_t packed =
-              movmatrix_trans(pack(element, x[0] * inverse[0], x[1] * inverse[1]));
-          if (m < rows) store_global(target + (dim_tile + t) * 16 + half * 8, packed);
-        }
-    }
-    return;
-  }
-
-  // Parts to the blocks whose dimensions they are, when these have made room.
-  cluster_wait();
-  const int share_shift = (C::kDim == 128 ? 7 : 6) - a.split_shift;
-#pragma unroll
-  for (int t = 0; t < C::kDimTiles; ++t)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int dim = (dim_tile + t) * 16 + half * 8;  // and 7 more, in the same share
-      const int place = (split << share_shift) + (dim & ((1 << share_shift) - 1)) + lane / 4;
-      const uint32_t there = map_cluster(shared, dim >> share_shift);
-      const uint32_t target = there + C::kPartOut + place * C::kPartPitch + thread_row * 4;
+    for (int t = 0; t < C::kDimTiles; ++t) {
+      const int tile = t * C::kGroups + warp, to = (tile << a.split_shift) / C::kAllTiles;
+      if (to == split) continue;
+      const uint32_t there = map_cluster(shared, to);
+      const int place = tile - ((to * C::kAllTiles + splits - 1) >> a.split_shift);
+      const uint32_t target = there + C::kPartOut + lane * 16 +
+                              (split * most_tiles + place) * C::kPartTile;
 #pragma unroll
       for (int n = 0; n < C::kColumns; ++n)
-        store_cluster(target + n * 32, make_float2(acc[t][n][half * 2], acc[t][n][half * 2 + 1]),
+        store_cluster(target + n * 512,
+                      make_float4(acc[t][n][0], acc[t][n][1], acc[t][n][2], acc[t][n][3]),
                       there + C::kPartBarrier);
     }
 #pragma unroll 1
-  for (int to = warp; to < splits; to += C::kComputing / 32) {
-    const uint32_t there = map_cluster(shared, to);
-    if (lane < 4) {
+    for (int to = warp; to < splits; to += C::kGroups) {
+      if (to == split || lane >= 4) continue;
+      const uint32_t there = map_cluster(shared, to);
 #pragma unroll
-      for (int n = 0; n < C::kColumns; ++n) {
-        const uint32_t target =
-            there + C::kPartStats + (split * C::kRows + n * 8 + thread_row) * 8;
-        store_cluster(target, make_float2(reference[n][0], total[n][0]), there + C::kPartBarrier);
-        store_cluster(target + 8, make_float2(reference[n][1], total[n][1]),
+      for (int n = 0; n < C::kColumns; ++n)
+        store_cluster(there + C::kPartStats + (split * C::kRows + n * 8 + thread_row) * 8,
+                      make_float4(reference[n][0], total[n][0], reference[n][1], total[n][1]),
                       there + C::kPartBarrier);
+    }
+    mbarrier_wait(shared + C::kPartBarrier, 0);  // all parts are there
+#pragma unroll
+    for (int n = 0; n < C::kColumns; ++n) {
+      float top[2] = {reference[n][0], reference[n][1]};
+      const uint32_t stats = shared + C::kPartStats + (n * 8 + thread_row) * 8;
+#pragma unroll 1
+      for (int from = 0; from < splits; ++from)
+        if (from != split) {
+          const float4 x = load_shared4(stats + from * C::kRows * 8);
+          top[0] = fmaxf(top[0], x.x), top[1] = fmaxf(top[1], x.z);
+        }
+      float grow[2] = {exp2_fast(reference[n][0] - top[0]), exp2_fast(reference[n][1] - top[1])};
+      total[n][0] *= grow[0], total[n][1] *= grow[1];
+#pragma unroll
+      for (int t = 0; t < C::kDimTiles; ++t)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) acc[t][n][j] *= grow[j % 2];
+#pragma unroll 1
+      for (int from = 0; from < splits; ++from)
+        if (from != split) {
+          const float4 x = load_shared4(stats + from * C::kRows * 8);
+          grow[0] = exp2_fast(x.x - top[0]), grow[1] = exp2_fast(x.z - top[1]);
+          total[n][0] += x.y * grow[0], total[n][1] += x.w * grow[1];
+#pragma unroll
+          for (int t = 0; t < C::kDimTiles; ++t) {
+            const int place = t * C::kGroups + warp - first_tile;
+            if (place < 0 || place >= own_tiles) continue;
+            const float4 part = load_shared4(
+                shared + C::kPartOut + lane * 16 + n * 512 +
+                (from * most_tiles + place) * C::kPartTile);
+            acc[t][n][0] += part.x * grow[0], acc[t][n][1] += part.y * grow[1];
+            acc[t][n][2] += part.z * grow[0], acc[t][n][3] += part.w * grow[1];
+          }
+        }
+    }
+  }
+  typename C::Element element;
+#pragma unroll
+  for (int n = 0; n < C::kColumns; ++n) {
+    float inverse[2];  // 0: nothing is visible
+#pragma unroll
+    for (int j = 0; j < 2; ++j) inverse[j] = total[n][j] > 0 ? reciprocal(total[n][j]) : 0.0f;
+    const int m = n * 8 + lane / 4;
+    const int query = a.query_of(m), member = m - query * a.group;
+    uint16_t* target = a.out + (first_query + query) * a.out_stride +
+                       (head * a.group + member) * a.out_head_stride + lane % 4 * 2;
+#pragma unroll
+    for (int t = 0; t < C::kDimTiles; ++t) {
+      const int tile = t * C::kGroups + warp;
+      if (tile < first_tile || tile >= first_tile + own_tiles) continue;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* x = acc[t][n] + half * 2;
+        const uint32_t packed =
+            movmatrix_trans(pack(element, x[0] * inverse[0], x[1] * inverse[1]));
+        if (m < rows) store_global(target + tile * 16 + half * 8, packed);
       }
     }
   }
-  mbarrier_wait(shared + C::kPartBarrier, 0);  // all parts are there
-  combine<C>(a, shared, first_query, rows, head, split, splits);
 }
 
 struct Launch {

@@ -119,12 +119,6 @@ DUSTIN_DEVICE void store_global(void* address, uint32_t x) {
   asm volatile("st.global.b32 [%0], %1;" ::"l"(__cvta_generic_to_global(address)), "r"(x)
                : "memory");
 }
-DUSTIN_DEVICE void store_global(void* address, uint4 x) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(
-                   __cvta_generic_to_global(address)),
-               "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-               : "memory");
-}
 
 // kThreads threads of a block meet at one of its 16 barriers; 0 is __syncthreads'.
 template <int kThreads>
@@ -187,14 +181,6 @@ DUSTIN_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
                : "memory");
 }
 
-// ... of two matrices, whose addresses lanes 0 to 15 hold.
-DUSTIN_DEVICE void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
-               : "r"(address)
-               : "memory");
-}
-
 // c [16, 8] += a [16, 16] b [16, 8].
 DUSTIN_DEVICE void mma(BFloat16, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
@@ -209,6 +195,49 @@ DUSTIN_DEVICE void mma(Float16, float (&c)[4], const uint32_t (&a)[4], uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// wgmma: four warps, the first a multiple of four, multiply together. Between begin and end, which
+// waits, c [64, 8 COLUMNS] += a [64, 16] b [16, 8 COLUMNS] any number of times; a warp holds 16
+// rows of a and c, as for mma. b is in shared memory, tiles of 8 x 8 elements with the second index
+// running; the distances are from a tile to the next one of the first and of the second index.
+// Whoever wrote it by ordinary instructions has fenced (proxy_fence) before a barrier.
+DUSTIN_DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DUSTIN_DEVICE void wgmma_end() {
+  asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+DUSTIN_DEVICE uint64_t wgmma_operand(uint32_t address, int first_bytes, int second_bytes) {
+  return address >> 4 | static_cast<uint64_t>(first_bytes >> 4) << 16 |
+         static_cast<uint64_t>(second_bytes >> 4) << 32;
+}
+
+#define DUSTIN_WGMMA(ELEMENT, NAME, COLUMNS, N, C, A0, A1, A2, A3, B, ...)                       \
+  DUSTIN_DEVICE void wgmma(ELEMENT, float (&c)[COLUMNS][4], const uint32_t (&a)[4], uint64_t b) { \
+    asm volatile("{\n\t.reg .pred accumulate;\n\tsetp.eq.u32 accumulate, 1, 1;\n\t"             \
+                 "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." NAME "." NAME " {" C "}, {" A0  \
+                 ", " A1 ", " A2 ", " A3 "}, " B ", accumulate, 1, 1, 1;\n\t}"                   \
+                 : __VA_ARGS__                                                                   \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                          \
+  }
+#define DUSTIN_WGMMA_C(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+#define DUSTIN_WGMMA_5                                                                  \
+  DUSTIN_WGMMA_C(0), DUSTIN_WGMMA_C(1), DUSTIN_WGMMA_C(2), DUSTIN_WGMMA_C(3), DUSTIN_WGMMA_C(4)
+#define DUSTIN_R4 "%0, %1, %2, %3"
+#define DUSTIN_R8 DUSTIN_R4 ", %4, %5, %6, %7"
+#define DUSTIN_R20 DUSTIN_R8 ", %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19"
+#define DUSTIN_R24 DUSTIN_R20 ", %20, %21, %22, %23"
+#define DUSTIN_R32 DUSTIN_R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define DUSTIN_WGMMAS(ELEMENT, NAME)                                                             \
+  DUSTIN_WGMMA(ELEMENT, NAME, 1, "8", DUSTIN_R4, "%4", "%5", "%6", "%7", "%8", DUSTIN_WGMMA_C(0)) \
+  DUSTIN_WGMMA(ELEMENT, NAME, 2, "16", DUSTIN_R8, "%8", "%9", "%10", "%11", "%12",               \
+               DUSTIN_WGMMA_C(0), DUSTIN_WGMMA_C(1))                                             \
+  DUSTIN_WGMMA(ELEMENT, NAME, 5, "40", DUSTIN_R20, "%20", "%21", "%22", "%23", "%24",            \
+               DUSTIN_WGMMA_5)                                                                   \
+  DUSTIN_WGMMA(ELEMENT, NAME, 6, "48", DUSTIN_R24, "%24", "%25", "%26", "%27", "%28",            \
+               DUSTIN_WGMMA_5, DUSTIN_WGMMA_C(5))                                                \
+  DUSTIN_WGMMA(ELEMENT, NAME, 8, "64", DUSTIN_R32, "%32", "%33", "%34", "%35", "%36",            \
+               DUSTIN_WGMMA_5, DUSTIN_WGMMA_C(5), DUSTIN_WGMMA_C(6), DUSTIN_WGMMA_C(7))
+DUSTIN_WGMMAS(BFloat16, "bf16")
+DUSTIN_WGMMAS(Float16, "f16")
+
 // Two elements in 32 bits, the first in the low half.
 DUSTIN_DEVICE uint32_t pack(BFloat16, float low, float high) {
   uint32_t r;
@@ -218,6 +247,18 @@ DUSTIN_DEVICE uint32_t pack(BFloat16, float low, float high) {
 DUSTIN_DEVICE uint32_t pack(Float16, float low, float high) {
   uint32_t r;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+DUSTIN_DEVICE float2 unpack(BFloat16, uint32_t x) {
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+DUSTIN_DEVICE float2 unpack(Float16, uint32_t x) {
+  float2 r;
+  asm("{\n\t.reg .f16 low, high;\n\tmov.b32 {low, high}, %2;\n\t"
+      "cvt.f32.f16 %0, low;\n\tcvt.f32.f16 %1, high;\n\t}"
+      : "=f"(r.x), "=f"(r.y)
+      : "r"(x));
   return r;
 }
 
@@ -270,11 +311,11 @@ DUSTIN_DEVICE uint32_t map_cluster(uint32_t address, int rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
   return r;
 }
-DUSTIN_DEVICE void store_cluster(uint32_t address, float2 x, uint32_t barrier) {
+DUSTIN_DEVICE void store_cluster(uint32_t address, float4 x, uint32_t barrier) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
-          "r"(address),
-      "f"(x.x), "f"(x.y), "r"(barrier)
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(address),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
       : "memory");
 }
 

@@ -52,7 +52,7 @@ enum State { kReady, kSpinning, kCollective, kBarrier, kSomeBarrier, kClusterBar
 struct Copy { uint32_t target; const void* source; bool valid; };
 // A bulk copy under way, and a barrier that counts it. Copies land when somebody waits for their
 // barrier, or at once where options.eager says so; until then, their target is poisoned.
-struct Bulk { uint32_t target; const void* source; int bytes; uint32_t barrier; float2 data; };  // or the data itself
+struct Bulk { uint32_t target; const void* source; int bytes; uint32_t barrier; float4 data; };  // or the data itself
 struct MBarrier { int count = 0, pending = 0, phase = 0; int64_t tx = 0; };
 struct Fiber {
   bool waited = false;
@@ -62,7 +62,8 @@ struct Fiber {
   std::map<uint32_t, int> phases;  // of barriers that this thread has seen the end of
 };
 struct Shadow { int we = -1, wt = -1, wwe = 0, re = -1, rt = -1, rwe = 0, rw = -1, pending = 0, last = -1; uint32_t barrier = 0, warps = 0; int phase = 0; bool init = false, async = false; };  // epochs, threads
-struct Warp { Block* block; Fiber lanes[32]; int arrived = 0, epoch = 0; const char* op = nullptr; void* args[32]; };
+struct Product { float* c[32]; uint32_t a[32][4]; uint64_t b; int columns; bool bf16; };  // of wgmma, done when waited for
+struct Warp { Block* block; Fiber lanes[32]; int arrived = 0, epoch = 0; const char* op = nullptr; void* args[32]; bool multiplies = false; std::vector<Product> products; };
 struct Block {
   Cluster* cluster; int rank; unsigned bx, by, bz; int threads, waiting = 0, done = 0, epoch = 0; bool any = false, all_any = false; Named named[16]; size_t bytes;
   unsigned char* memory; std::vector<Shadow> shadow; std::vector<Warp> warps;
@@ -384,7 +385,6 @@ inline int32_t load_speculative(const int32_t* p) {
   return *p;
 }
 inline void store_global(void* p, uint32_t x) { if (!emu::current->waited) emu::fail("early write"); if ((uintptr_t)p % 4) emu::fail("misaligned store"); memcpy(p, &x, 4); }
-inline void store_global(void* p, uint4 x) { if (!emu::current->waited) emu::fail("early write"); if ((uintptr_t)p % 16) emu::fail("misaligned store"); memcpy(p, &x, 16); }
 inline void wait_for_previous_kernel() { emu::current->waited = true; }
 inline void allow_next_kernel() {}
 inline uint32_t movmatrix_trans(uint32_t x) {
@@ -472,16 +472,6 @@ template <bool kTrans> void emu_ldmatrix(uint32_t (&r)[4], uint32_t address) {
     }
   });
 }
-inline void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t address) {
-  struct A { uint32_t address; uint32_t* r; emu::Fiber* f; } a{address, r, emu::current};
-  emu::collective("ldmatrix.x2.trans", &a, [](void** v) {
-    uint16_t m[2][8][8]; uint32_t t[16];
-    for (int l = 0; l < 16; ++l) { A* a = (A*)v[l]; t[l] = a->address; memcpy(m[l / 8][l % 8], emu::touch(a->address, 16, false, emu::thread_id(*a->f), "ldmatrix"), 16); }
-    emu::count_conflicts(t, 16, 16, emu::stats.ldmatrix, emu::stats.ldmatrix_extra);
-    for (int l = 0; l < 32; ++l) for (int j = 0; j < 2; ++j)
-      ((A*)v[l])->r[j] = m[j][2 * (l % 4)][l / 4] | (uint32_t)m[j][2 * (l % 4) + 1][l / 4] << 16;
-  });
-}
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { emu_ldmatrix<false>(r, address); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) { emu_ldmatrix<true>(r, address); }
 template <class F> void emu_mma(F conv, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -510,6 +500,57 @@ inline void mma(Float16, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
 inline uint32_t pack(BFloat16, float lo, float hi) { return emu::to_bf16(lo) | (uint32_t)emu::to_bf16(hi) << 16; }
 inline uint32_t pack(Float16, float lo, float hi) { return emu::to_f16(lo) | (uint32_t)emu::to_f16(hi) << 16; }
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float2 unpack(BFloat16, uint32_t x) { return {emu::from_bf16(x & 0xffff), emu::from_bf16(x >> 16)}; }
+inline float2 unpack(Float16, uint32_t x) { return {emu::from_f16(x & 0xffff), emu::from_f16(x >> 16)}; }
+inline void wgmma_begin() { emu::collective("wgmma.fence", nullptr, [](void**) { emu::current->warp->multiplies = true; }); }
+inline uint64_t wgmma_operand(uint32_t address, int first_bytes, int second_bytes) {
+  if (address % 16 || first_bytes % 16 || second_bytes % 16 || (address & 0xffffff) >= 1 << 18) emu::fail("wgmma operand");
+  return address | (uint64_t)first_bytes << 32 | (uint64_t)second_bytes << 48;
+}
+template <class E, int kColumns> void wgmma(E, float (&c)[kColumns][4], const uint32_t (&a)[4], uint64_t b) {
+  struct A { float* c; const uint32_t* a; uint64_t b; } arg{&c[0][0], a, b};
+  emu::collective("wgmma", &arg, [](void** v) {
+    emu::Product p{};
+    if (!emu::current->warp->multiplies) emu::fail("wgmma before its fence");
+    for (int l = 0; l < 32; ++l) {
+      A* x = (A*)v[l];
+      p.c[l] = x->c; memcpy(p.a[l], x->a, 16);
+      if (x->b != ((A*)v[0])->b) emu::fail("wgmma operands differ");
+    }
+    p.b = ((A*)v[0])->b; p.columns = kColumns; p.bf16 = std::is_same<E, BFloat16>::value;
+    emu::current->warp->products.push_back(p);
+  });
+}
+inline void wgmma_end() {
+  emu::collective("wgmma.wait", nullptr, [](void**) {
+    auto& w = *emu::current->warp;
+    auto& cluster = *w.block->cluster;
+    const int reader = emu::thread_id(w.lanes[0]);
+    for (auto& p : w.products) {
+      const uint32_t address = (uint32_t)p.b; const int first = p.b >> 32 & 0xffff, second = p.b >> 48;
+      auto conv = [&](uint32_t x) { return p.bf16 ? emu::from_bf16(x) : emu::from_f16(x); };
+      std::vector<float> b(16 * p.columns * 8);
+      for (int k = 0; k < 16; ++k) for (int n = 0; n < p.columns * 8; ++n) {
+        const uint32_t at = address + k / 8 * first + n / 8 * second + k % 8 * 16 + n % 8 * 2;
+        auto& s = w.block->shadow[(at & 0xffffff) / 4];
+        if (s.we >= 0 && !s.async && cluster.blocks[s.wt / 4096].warps[s.wt % 4096 / 32].lanes[s.wt % 32].fence < s.we) emu::fail("wgmma reads without a proxy fence");
+        uint16_t x; memcpy(&x, emu::touch(at, 2, false, reader, "wgmma"), 2);
+        b[k * p.columns * 8 + n] = conv(x);
+      }
+      float a[16][16];
+      for (int l = 0; l < 32; ++l) for (int i = 0; i < 8; ++i)
+        a[(i < 2 || (i >= 4 && i < 6)) ? l / 4 : l / 4 + 8][l % 4 * 2 + (i & 1) + (i >= 4 ? 8 : 0)] = conv(p.a[l][i / 2] >> (i & 1) * 16 & 0xffff);
+      for (int l = 0; l < 32; ++l) for (int n = 0; n < p.columns; ++n) for (int i = 0; i < 4; ++i) {
+        const int row = l / 4 + (i >= 2 ? 8 : 0), col = n * 8 + l % 4 * 2 + (i & 1);
+        float sum = p.c[l][n * 4 + i];
+        for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k * p.columns * 8 + col];
+        p.c[l][n * 4 + i] = sum;
+      }
+      emu::stats.mma += 2 * p.columns;
+    }
+    w.products.clear(); w.multiplies = false;
+  });
+}
 // 32-bit stores are counted as if whole warps issue them: gathered per lane in program order.
 inline void store_shared(uint32_t at, uint32_t x) { memcpy(emu::touch(at, 4, true, emu::thread_id(), "st"), &x, 4); }
 inline void store_shared(uint32_t at, float2 x) { memcpy(emu::touch(at, 8, true, emu::thread_id(), "st2"), &x, 8); }
@@ -518,13 +559,13 @@ inline float4 load_shared4(uint32_t at) { float4 x; memcpy(&x, emu::touch(at, 16
 inline float load_shared(uint32_t at) { float x; memcpy(&x, emu::touch(at, 4, false, emu::thread_id(), "ld"), 4); return x; }
 inline float2 load_shared2(uint32_t at) { float2 x; memcpy(&x, emu::touch(at, 8, false, emu::thread_id(), "ld2"), 8); return x; }
 inline uint32_t map_cluster(uint32_t at, int rank) { if ((int)(at >> 24) != emu::block().rank) emu::fail("mapa of a remote address"); return (at & 0xffffff) | (uint32_t)rank << 24; }
-inline void store_cluster(uint32_t at, float2 x, uint32_t barrier) {
+inline void store_cluster(uint32_t at, float4 x, uint32_t barrier) {
   for (auto& b : emu::block().cluster->blocks) if (b.rank == (int)(at >> 24)) {
     if (!emu::started(b)) emu::fail("store to a block that may not have started");
     if ((at ^ barrier) >> 24 || !b.barriers.count(barrier)) emu::fail("not a barrier of the target's block");
-    emu::touch(at, 8, true, emu::thread_id(), "st.async", true);
-    for (int k = 0; k < 2; ++k) b.shadow[(at & 0xffffff) / 4 + k].pending++;
-    emu::Bulk c{at, nullptr, 8, barrier, x};
+    emu::touch(at, 16, true, emu::thread_id(), "st.async", true);
+    for (int k = 0; k < 4; ++k) b.shadow[(at & 0xffffff) / 4 + k].pending++;
+    emu::Bulk c{at, nullptr, 16, barrier, x};
     if (emu::options.eager) emu::land(b, c, emu::thread_id()); else b.bulk.push_back(c);
   }
 }

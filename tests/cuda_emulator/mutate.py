@@ -44,6 +44,8 @@ MUTANTS = {
         "    if (c + C::kSlots < chunks && lane == 0) mbarrier_arrive(order.left(slot));\n    //",
     ),
     "no fence for the slot": swap("      proxy_fence();\n", ""),
+    "no fence for P": swap("      proxy_fence();  // P", "      // P"),
+    "the next block's tile": swap("tile - ((to *", "tile - (((to + 1) *"),
     "one buffer of P": swap("const int buffer = c % 2 * C::kWeightBytes;", "const int buffer = 0;"),
     "large weights kept": swap("largest > kLargeWeight && !exchange", "false"),
     "no shrinking of sums": swap("sum[i][0] *= shrink.x, sum[i][1] *= shrink.y;", ""),
@@ -51,9 +53,7 @@ MUTANTS = {
     "no mask": swap("s[i][j] = -INFINITY;", "s[i][j] *= 1;"),
     "no zeros past the end": swap("i < kGroup * (C::kDim / 8); i += 32)", "i < 0; i += 32)"),
     "no cluster wait": swap(
-        "  // Parts to the blocks whose dimensions they are, when these have made room.\n"
-        "  cluster_wait();\n",
-        "",
+        "to the same threads.\n    cluster_wait();\n", "to the same threads.\n"
     ),
     "copiers do not arrive": swap("if (splits > 1) cluster_arrive(), cluster_wait();", ""),
     "early cluster arrival": swap(
@@ -61,8 +61,10 @@ MUTANTS = {
         "  take_registers<C::kRegisters>();\n  if (splits > 1) cluster_arrive();\n",
     ).replace("    if (last && splits > 1) cluster_arrive();\n", ""),
     "last slot not 0": swap("(C::kSlots - (chunks - 1) % C::kSlots) % C::kSlots;", "0;"),
-    "no wait for parts": swap("  mbarrier_wait(shared + C::kPartBarrier, 0);", "  //"),
-    "fewer parts expected": swap("splits * C::kSentStats + C::kSentOut", "C::kSentOut"),
+    "no wait for parts": swap("    mbarrier_wait(shared + C::kPartBarrier, 0);", "    //"),
+    "fewer parts expected": swap(
+        "(C::kRows * 8 + own_tiles * C::kPartTile)", "(own_tiles * C::kPartTile)"
+    ),
     "no wait for the previous kernel": swap("if (!a.early_table) wait_for_previous_kernel();", ""),
     "no late wait for the previous kernel": swap(
         "if (a.early_table) wait_for_previous_kernel();", ""
