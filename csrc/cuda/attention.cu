@@ -322,6 +322,15 @@ DUSTIN_DEVICE void multiply_keys(float (&s)[C::kColumns][4], uint32_t keys, uint
   }
 }
 
+// A descriptor of wgmma's second operand [16, n]: tiles of 8 x 8 elements, 128 bytes with the second
+// index running. The distances are from a tile to the next one of the first and of the second
+// index. Of an address it takes the place in the block's own shared memory: bits beyond say which
+// block of the cluster, and would be taken for a distance.
+DUSTIN_DEVICE uint64_t wgmma_operand(uint32_t address, int first_bytes, int second_bytes) {
+  return (address & 0x3ffff) >> 4 | static_cast<uint64_t>(first_bytes >> 4) << 16 |
+         static_cast<uint64_t>(second_bytes >> 4) << 32;
+}
+
 // Of all groups, at a thread's place of the table of maxima or sums: a row's and the next one's.
 template <class C, class Op>
 DUSTIN_DEVICE float2 over_groups(uint32_t place, float2 x, Op op) {

@@ -197,18 +197,12 @@ DUSTIN_DEVICE void mma(Float16, float (&c)[4], const uint32_t (&a)[4], uint32_t 
 
 // wgmma: four warps, the first a multiple of four, multiply together. Between begin and end, which
 // waits, c [64, 8 COLUMNS] += a [64, 16] b [16, 8 COLUMNS] any number of times; a warp holds 16
-// rows of a and c, as for mma. b is in shared memory, tiles of 8 x 8 elements with the second index
-// running; the distances are from a tile to the next one of the first and of the second index.
-// Whoever wrote it by ordinary instructions has fenced (proxy_fence) before a barrier.
+// rows of a and c, as for mma. b is a descriptor of tiles in shared memory; whoever wrote these by
+// ordinary instructions has fenced (proxy_fence) before a barrier.
 DUSTIN_DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DUSTIN_DEVICE void wgmma_end() {
   asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
-DUSTIN_DEVICE uint64_t wgmma_operand(uint32_t address, int first_bytes, int second_bytes) {
-  return address >> 4 | static_cast<uint64_t>(first_bytes >> 4) << 16 |
-         static_cast<uint64_t>(second_bytes >> 4) << 32;
-}
-
 #define DUSTIN_WGMMA(ELEMENT, NAME, COLUMNS, N, C, A0, A1, A2, A3, B, ...)                       \
   DUSTIN_DEVICE void wgmma(ELEMENT, float (&c)[COLUMNS][4], const uint32_t (&a)[4], uint64_t b) { \
     asm volatile("{\n\t.reg .pred accumulate;\n\tsetp.eq.u32 accumulate, 1, 1;\n\t"             \

@@ -503,10 +503,6 @@ inline float exp2_fast(float x) { return exp2f(x); }
 inline float2 unpack(BFloat16, uint32_t x) { return {emu::from_bf16(x & 0xffff), emu::from_bf16(x >> 16)}; }
 inline float2 unpack(Float16, uint32_t x) { return {emu::from_f16(x & 0xffff), emu::from_f16(x >> 16)}; }
 inline void wgmma_begin() { emu::collective("wgmma.fence", nullptr, [](void**) { emu::current->warp->multiplies = true; }); }
-inline uint64_t wgmma_operand(uint32_t address, int first_bytes, int second_bytes) {
-  if (address % 16 || first_bytes % 16 || second_bytes % 16 || (address & 0xffffff) >= 1 << 18) emu::fail("wgmma operand");
-  return address | (uint64_t)first_bytes << 32 | (uint64_t)second_bytes << 48;
-}
 template <class E, int kColumns> void wgmma(E, float (&c)[kColumns][4], const uint32_t (&a)[4], uint64_t b) {
   struct A { float* c; const uint32_t* a; uint64_t b; } arg{&c[0][0], a, b};
   emu::collective("wgmma", &arg, [](void** v) {
@@ -527,7 +523,9 @@ inline void wgmma_end() {
     auto& cluster = *w.block->cluster;
     const int reader = emu::thread_id(w.lanes[0]);
     for (auto& p : w.products) {
-      const uint32_t address = (uint32_t)p.b; const int first = p.b >> 32 & 0xffff, second = p.b >> 48;
+      const auto field = [&](int bit) { return (uint32_t)(p.b >> bit & 0x3fff) << 4; };
+      const uint32_t address = (uint32_t)w.block->rank << 24 | field(0), first = field(16), second = field(32);
+      if (p.b >> 46 || p.b >> 14 & 3 || p.b >> 30 & 3) emu::fail("wgmma descriptor");
       auto conv = [&](uint32_t x) { return p.bf16 ? emu::from_bf16(x) : emu::from_f16(x); };
       std::vector<float> b(16 * p.columns * 8);
       for (int k = 0; k < 16; ++k) for (int n = 0; n < p.columns * 8; ++n) {

@@ -45,6 +45,7 @@ MUTANTS = {
     ),
     "no fence for the slot": swap("      proxy_fence();\n", ""),
     "no fence for P": swap("      proxy_fence();  // P", "      // P"),
+    "which block, in a descriptor": swap("(address & 0x3ffff) >> 4", "address >> 4"),
     "the next block's tile": swap("tile - ((to *", "tile - (((to + 1) *"),
     "one buffer of P": swap("const int buffer = c % 2 * C::kWeightBytes;", "const int buffer = 0;"),
     "large weights kept": swap("largest > kLargeWeight && !exchange", "false"),
