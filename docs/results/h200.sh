@@ -6,7 +6,8 @@
 # CUDA_VISIBLE_DEVICES picks the GPU; MODELS is a folder with qwen2.5-coder-0.5b and its draft, TEXT
 # one with books, essays and the factbook. SHARE: the part of the GPU's memory for an evaluation that
 # runs beside other parts (what is timed has to run alone). PYTEST: more of its arguments, such as
-# -n 8 where pytest-xdist is installed.
+# -n 8 where pytest-xdist is installed. MAX, SOAK: other limits, in seconds, of two evaluations and a
+# soak, where little time is left.
 # A part that fails does not stop the next ones.
 set -uo pipefail
 out=$(realpath "$1"); shift
@@ -80,12 +81,12 @@ part_eval_tasks() {
 }
 part_eval_rivals() { # the same samples; what OUT has already is kept
   evaluate eval-rivals-h200 --context 16384,28672 --budget 1024,512 --policies dustin,streaming,static,quest --resume \
-    --tasks passkey,multikey,qa,copy,edit,agreement,summary,continuation --samples 16 --max-seconds 520
+    --tasks passkey,multikey,qa,copy,edit,agreement,summary,continuation --samples 16 --max-seconds "${MAX:-520}"
 }
 part_eval_drift() { evaluate eval-drift-h200 --context 16384 --tasks drift --drift-samples 8 --policies dustin,streaming --budget 1024 --max-seconds 300; }
 part_eval_budgets() {
   evaluate eval-budgets-h200 --context 16384 --tasks continuation --samples 16 --budget 128,256,512,1024,2048,4096 \
-    --policies dustin,streaming,static,quest,oracle,random --max-seconds 560
+    --policies dustin,streaming,static,quest,oracle,random --max-seconds "${MAX:-560}"
 }
 part_eval_granularity() {
   evaluate eval-granularity-h200 --context 16384 --granularity block,token --policies dustin --budget 512,1024 \
@@ -95,8 +96,8 @@ soak() { # requests against the OpenAI server
   cat "$TEXT"/books/* > books.txt
   bench soak "${pair[@]}" --text books.txt --longest 24576 --concurrency 16 --json "$out/$1.json" "${@:2}"
 }
-part_soak() { soak soak-h200 --modes stock,dustin --seconds 30 --requests 200; } # measured: alone on its GPU
-part_soak_load() { soak soak-load-h200 --modes dustin --seconds 600 --requests 200 --server-args "--gpu-memory-utilization 0.25"; }
+part_soak() { soak soak-h200 --modes stock,dustin --seconds 10 --requests 200; } # measured: alone on its GPU
+part_soak_load() { soak soak-load-h200 --modes dustin --seconds "${SOAK:-600}" --requests 200 --server-args "--gpu-memory-utilization 0.2"; }
 part_tests() { # on real weights: outputs equal the reference and stock vLLM's
   DUSTIN_TEST_MODELS=$models test_files "$repo/tests/test_gpu_engine.py"
 }
