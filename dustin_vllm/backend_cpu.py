@@ -13,8 +13,6 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from dustin_vllm.selection import share_by_depth
-
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -52,14 +50,17 @@ class DustinCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.runtime is not None:
             common_attn_metadata = self.runtime.plan_verification(common_attn_metadata)
         built = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return share_by_depth(built, common_attn_metadata)
+        # What layers with a selection of their own use; None: the same.
+        second = getattr(common_attn_metadata, "dustin_second", None)
+        built.dustin_second = second and super().build(common_prefix_len, second, fast_build)
+        return built
 
 
 class DustinCPUAttentionBackendImpl(CPUAttentionBackendImpl):
     """The stock kernel; scoring layers also keep the queries that are asked for."""
 
     capture: QueryCapture | None = None  # set on scoring layers, see runtime.attach
-    deep = False  # set on layers with a selection of their own, see runtime.attach
+    second = False  # set on layers with a selection of their own, see runtime.attach
 
     def forward(
         self,
@@ -74,6 +75,6 @@ class DustinCPUAttentionBackendImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         if self.capture is not None and attn_metadata is not None:
             self.capture.take(query)
-        if self.deep and attn_metadata is not None:
-            attn_metadata = attn_metadata.dustin_deep or attn_metadata
+        if self.second and attn_metadata is not None:
+            attn_metadata = attn_metadata.dustin_second or attn_metadata
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)

@@ -15,7 +15,6 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from dustin_vllm import config, runtime_cuda
-from dustin_vllm.selection import share_by_depth
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -76,7 +75,13 @@ class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
             self.max_num_splits = self.runtime.num_splits(planned.num_reqs)
         # Our kernel needs no schedule of FlashAttention's.
         fast_build |= self.runtime.uses_own_kernel(planned)
-        return self._finish(super().build(0, planned, fast_build), planned, self.runtime)
+        built = self._finish(super().build(0, planned, fast_build), planned, self.runtime)
+        second = getattr(planned, "dustin_second", None)
+        if second is not None:
+            # Without a schedule, which would take the place of the first one's: FlashAttention
+            # makes one in each of these layers.
+            built.dustin_second = self._finish(super().build(0, second, True), second, self.runtime)
+        return built
 
     @staticmethod
     def _finish(
@@ -87,7 +92,8 @@ class DustinCudaMetadataBuilder(FlashAttentionMetadataBuilder):
         """Note what the layers have to know."""
         metadata.dustin_compacted = _is_compacted(common)
         metadata.dustin_own = runtime is not None and runtime.uses_own_kernel(common)
-        return share_by_depth(metadata, common)
+        metadata.dustin_second = None  # what layers with a selection of their own use
+        return metadata
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
@@ -116,7 +122,7 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
 
     capture: QueryBuffer | None = None  # set on scoring layers, see runtime.attach
     own: OwnAttention | None = None  # our kernel, see CudaRuntime
-    deep = False  # set on layers with a selection of their own, see runtime.attach
+    second = False  # set on layers with a selection of their own, see runtime.attach
     token_pages = False  # whether compacted tables address single tokens
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -140,8 +146,8 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
         **kwargs: Any,
     ) -> torch.Tensor:
         if attn_metadata is not None:
-            if self.deep:
-                attn_metadata = attn_metadata.dustin_deep or attn_metadata
+            if self.second:
+                attn_metadata = attn_metadata.dustin_second or attn_metadata
             if self.capture is not None:
                 self.capture.take(self, query)
             if self.token_pages and attn_metadata.dustin_compacted:

@@ -76,6 +76,14 @@ class DustinConfig(BaseModel):
     lookahead_weight: float = Field(
         0.25, ge=0, le=1, description="weighted: weight of the lookahead scores."
     )
+    wide_layers: tuple[int, ...] = Field(
+        (),
+        description="Target layers that read a selection of their own, of wide_budget tokens: a "
+        "few need more of the context than the others (`dustin calibrate` finds them).",
+    )
+    wide_budget: int | None = Field(
+        None, ge=1, description="Budget of wide_layers. None: four times the budget."
+    )
     aggregate: Literal["mean", "max"] = Field(
         "mean", description="How scores of several heads and queries become one."
     )
@@ -366,7 +374,9 @@ class Settings:
     target_heads: HeadSet
     draft_heads: HeadSet
     draft_replicated: bool = False  # every tensor-parallel rank runs the whole draft
-    deep: LayerGroup | None = None  # split: the deeper half of the target's layers
+    # Target layers with a selection of their own: the deeper half (split), or wide_layers.
+    second: LayerGroup | None = None
+    second_layers: frozenset[int] = frozenset()
 
     @property
     def publishes_prompts_only(self) -> bool:
@@ -379,10 +389,21 @@ class Settings:
         return "weighted" if self.config.merge == "weighted" else "fill"
 
     @property
+    def largest(self) -> LayerGroup:
+        """The target's group that reads most: shorter contexts are verified densely."""
+        named = [group for group in (self.target, self.second) if group is not None]
+        return max(named, key=lambda group: group.budget_units)
+
+    @property
     def groups(self) -> tuple[LayerGroup, ...]:
         """Every group that needs a selection of its own."""
-        named = (self.target, self.draft, self.deep)
+        named = (self.target, self.draft, self.second)
         return tuple(dict.fromkeys(group for group in named if group is not None))
+
+
+def first_deep_layer(num_layers: int) -> int:
+    """Index of the first layer of the deeper half (merge "split")."""
+    return num_layers // 2
 
 
 def default_layers(num_layers: int) -> list[int]:
@@ -527,6 +548,13 @@ def warnings(vllm_config: VllmConfig, settings: Settings) -> list[str]:
             f"dustin.budget={settings.config.budget} is small: below {MIN_SENSIBLE_BUDGET} quality "
             "is known to suffer"
         )
+    longest, wide = vllm_config.model_config.max_model_len, settings.second
+    if settings.config.wide_layers and wide and wide.budget_units * settings.unit >= longest:
+        found.append(
+            f"no context of max_model_len={longest} tokens is longer than the budget of "
+            f"dustin.wide_layers ({wide.budget_units * settings.unit}): nothing will be sparse; "
+            "lower wide_budget"
+        )
     if settings.config.profile is not None:
         profile = load_profile(settings.config.profile)
         why = other_pair(profile, _pair_of(vllm_config))
@@ -644,8 +672,12 @@ def settings_of(
         config = config.model_copy(update={"merge": "fill"})
         first = 0 if config.policy == "history" else target_group.budget_units
         target_group = replace(target_group, lookahead_units=first)
-    split = config.merge == "split"
-    if split:
+    second, second_layers = None, frozenset(config.wide_layers)
+    if second_layers:
+        second = _wide_group(config, unit, target_group, pair.target.layers)
+    if config.merge == "split":
+        second_layers = frozenset(range(first_deep_layer(pair.target.layers), pair.target.layers))
+        second = replace(target_group, name="deep", lookahead_units=0)
         target_group = replace(target_group, lookahead_units=target_group.budget_units)
     heads = [
         _resolve_heads(wanted, name, shape.layers, shape.heads)
@@ -662,7 +694,8 @@ def settings_of(
         dilation_tokens=gamma + 1 if config.dilate_history else 0,
         target=target_group,
         draft=_draft_group(config, unit, target_group),
-        deep=replace(target_group, name="deep", lookahead_units=0) if split else None,
+        second=second,
+        second_layers=second_layers,
         target_heads=heads[0],
         draft_heads=heads[1],
         draft_replicated=draft_replicated,
@@ -673,6 +706,31 @@ def _target_group(config: DustinConfig, unit: int) -> LayerGroup:
     lookahead = config.budget // 2 if config.lookahead is None else config.lookahead
     units = _budget_units(config, "budget", config.budget, unit)
     return LayerGroup("target", units, lookahead // unit)
+
+
+def _wide_group(config: DustinConfig, unit: int, target: LayerGroup, num_layers: int) -> LayerGroup:
+    """The group of ``wide_layers``. Lookahead keeps its share of the budget."""
+    if config.merge == "split":
+        raise ConfigError(
+            "dustin.merge='split' and wide_layers both give layers a selection of their own; "
+            "leave out one of them"
+        )
+    wrong = [layer for layer in config.wide_layers if not 0 <= layer < num_layers]
+    if wrong:
+        raise ConfigError(
+            f"dustin.wide_layers={list(config.wide_layers)}: the target has layers "
+            f"0..{num_layers - 1}"
+        )
+    if len(set(config.wide_layers)) == num_layers:
+        raise ConfigError("dustin.wide_layers names every layer; raise budget instead")
+    tokens = 4 * config.budget if config.wide_budget is None else config.wide_budget
+    units = _budget_units(config, "wide_budget", tokens, unit)
+    if units < target.budget_units:
+        raise ConfigError(
+            f"dustin.wide_budget={tokens} is below budget={config.budget}; raise it, or leave it "
+            "out for four times the budget"
+        )
+    return LayerGroup("wide", units, target.lookahead_units * units // target.budget_units)
 
 
 def _draft_group(config: DustinConfig, unit: int, target: LayerGroup) -> LayerGroup | None:

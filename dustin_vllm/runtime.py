@@ -54,6 +54,7 @@ def reduce_scores(scores: torch.Tensor, aggregate: str) -> torch.Tensor:
 SWITCHABLE = (
     *("policy", "policy_seed", "budget", "draft_budget", "sinks", "recent", "dense_below"),
     *("merge", "lookahead", "lookahead_weight", "dilate_history", "refresh_interval"),
+    "wide_budget",
 )
 
 
@@ -109,9 +110,12 @@ class Row:
 class DustinRuntime(ABC):
     """State of one worker and the decisions of one step, see the module docstring."""
 
-    def __init__(self, runner: Any, settings: Settings, device: torch.device) -> None:
+    def __init__(
+        self, runner: Any, settings: Settings, device: torch.device, num_layers: int
+    ) -> None:
         self.runner = runner
         self.settings = settings
+        self.num_layers = num_layers  # of the target
         self.counters = Counters()
         self.scores = self._new_scores(device)
         self.rows: list[Row] = []
@@ -148,8 +152,10 @@ class DustinRuntime(ABC):
                 "settings are captured in draft graphs; start with draft_graphs=false"
             )
         settings = config.resolve(self.runner.vllm_config, changes)
-        if (settings.deep is None) != (self.settings.deep is None):
-            raise config.ConfigError("dustin.merge='split' is fixed when the engine starts")
+        if settings.second_layers != self.settings.second_layers:
+            raise config.ConfigError(
+                "dustin.wide_layers and merge='split' are fixed when the engine starts"
+            )
         self.settings = settings
         self.scores = self._new_scores(self.runner.device)
         self.rows = []
@@ -344,9 +350,7 @@ class DustinRuntime(ABC):
             counters.verification_rows += 1
             counters.sparse_rows += dense is None
             counters.kv_tokens_full += seq_len
-            counters.kv_tokens_read += (
-                seq_len if dense else self._sparse_length(self.settings.target, context, seq_len)
-            )
+            counters.kv_tokens_read += seq_len if dense else self._sparse_length(context, seq_len)
         needs_selection = seq_len >= request.num_tokens and not self._is_short(seq_len)
         return Row(slot, request, context, seq_len, dense, drafts_sparsely, needs_selection, start)
 
@@ -378,13 +382,20 @@ class DustinRuntime(ABC):
 
     def _is_short(self, context: int) -> bool:
         settings = self.settings
-        too_few = context // settings.unit <= settings.target.budget_units
+        too_few = context // settings.unit <= settings.largest.budget_units
         return too_few or context < settings.config.dense_below
 
-    def _sparse_length(self, group: LayerGroup, context: int, seq_len: int) -> int:
-        """Tokens a sparse row reads in layers of a group: the selection and the tail."""
-        unit = self.settings.unit
-        return group.budget_units * unit + seq_len - context // unit * unit
+    def _sparse_length(self, context: int, seq_len: int, group: LayerGroup | None = None) -> int:
+        """Tokens that a sparse row reads in layers of a group, None: in the target's on average:
+        the selection and the tail."""
+        settings, unit = self.settings, self.settings.unit
+        tail = seq_len - context // unit * unit
+        if group is not None or settings.second is None:
+            return (group or settings.target).budget_units * unit + tail
+        seconds, layers = len(settings.second_layers), self.num_layers
+        units = settings.second.budget_units * seconds
+        units += settings.target.budget_units * (layers - seconds)
+        return round(units * unit / layers) + tail
 
     def count_verified(self, rejected: dict[Mode, int]) -> None:
         """Count the verifications of this step and the tokens they confirmed.
@@ -408,7 +419,7 @@ class DustinRuntime(ABC):
             if row.drafts_sparsely:
                 self.counters.draft_kv_tokens_full += seq_len
                 self.counters.draft_kv_tokens_read += self._sparse_length(
-                    group, row.context, seq_len
+                    row.context, seq_len, group
                 )
 
     def publish(self, rows: list[Row]) -> None:
@@ -462,11 +473,8 @@ def attach(runner: Any) -> None:
     drafter.runtime = runtime
     drafter.draft_attn_groups[0].get_metadata_builder().draft_runtime = runtime
     builder.runtime = runtime
-    first_deep = selection.first_deep_layer(len(target_layers))
     for index, layer in target_layers.items():
-        # Read by the backends: which of the two tables the layer reads, see
-        # selection.share_by_depth.
-        layer.impl.deep = settings.deep is not None and index >= first_deep
+        layer.impl.second = index in settings.second_layers  # read by the backends
     for group in groups:
         if group is not target_groups[0]:
             group.get_metadata_builder().draft_only = True

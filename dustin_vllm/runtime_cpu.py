@@ -133,7 +133,7 @@ class CpuRuntime(DustinRuntime):
         target_layers: dict[int, Any],
         draft_layers: dict[int, Any],
     ) -> None:
-        super().__init__(runner, settings, torch.device("cpu"))
+        super().__init__(runner, settings, torch.device("cpu"), len(target_layers))
         layout = builder.isa  # the instruction set decides how keys are packed
         if layout not in LAYOUTS:
             raise config.ConfigError(
@@ -175,9 +175,8 @@ class CpuRuntime(DustinRuntime):
             return metadata
         self._verified_steps += 1
         planned = self._compact(metadata, sparse, self.settings.target)
-        if self.settings.deep is not None:
-            deep = self._compact(metadata, sparse, self.settings.deep)
-            planned.dustin_deep_table = deep.block_table_tensor
+        if self.settings.second is not None:
+            planned.dustin_second = self._compact(metadata, sparse, self.settings.second)
         return planned
 
     def _compact(self, metadata: Any, sparse: list[int], group: LayerGroup) -> Any:

@@ -427,7 +427,7 @@ class CudaRuntime(DustinRuntime):
         target_layers: dict[int, Any],
         draft_layers: dict[int, Any],
     ) -> None:
-        super().__init__(runner, settings, runner.device)
+        super().__init__(runner, settings, runner.device, len(target_layers))
         self.buffers = reserve(runner.vllm_config, runner.device)
         self.target_layers = target_layers
         self.draft_layers = draft_layers
@@ -536,9 +536,10 @@ class CudaRuntime(DustinRuntime):
         if not settings.config.sparse_verification:
             return metadata
         planned = self._compact(metadata, num_reqs, settings.target, contexts, VERIFY_SPARSELY)
-        if settings.deep is not None:
-            deep = self._compact(metadata, num_reqs, settings.deep, contexts, VERIFY_SPARSELY)
-            planned.dustin_deep_table = deep.block_table_tensor
+        if settings.second is not None:
+            planned.dustin_second = self._compact(
+                metadata, num_reqs, settings.second, contexts, VERIFY_SPARSELY
+            )
         return planned
 
     def _compact(
@@ -771,7 +772,7 @@ class CudaRuntime(DustinRuntime):
     def _larger_than_budget(self) -> tuple[list[int], list[Row], list[int]]:
         """Batch rows that get a selection and have something to drop, and their contexts, which
         are read back from the device."""
-        unit, budget = self.settings.unit, self.settings.target.budget_units
+        unit, budget = self.settings.unit, self.settings.largest.budget_units
         lengths = self.buffers.contexts[: len(self.rows)].tolist()
         places = [
             i

@@ -7,9 +7,6 @@ shapes. Both equal ``dustin_vllm.reference`` row by row.
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import torch
 
 from dustin_vllm.config import LayerGroup, Settings
@@ -93,28 +90,3 @@ def compact(
         compacted_table[row, budget_units : budget_units + tail] = block_table[row, first_tail:end]
         compacted_lens[row] = (budget_units - first_tail) * block_size + seq_len
     return compacted_table, compacted_lens
-
-
-def first_deep_layer(num_layers: int) -> int:
-    """Index of the first target layer that reads the deep selection (merge "split")."""
-    return num_layers // 2
-
-
-def share_by_depth(built: Any, planned: Any) -> Any:
-    """Let deep layers read a block table of their own (merge "split").
-
-    Both tables drop as many units, so lengths and schedules are the same.
-
-    Args:
-        built: the backend's metadata.
-        planned: what it was built from, with ``dustin_deep_table`` if there is such a table.
-
-    Returns:
-        ``built``, whose ``dustin_deep`` is what deep layers use; None: ``built`` itself.
-    """
-    table = getattr(planned, "dustin_deep_table", None)
-    built.dustin_deep = None
-    if table is not None:
-        built.dustin_deep = copy.copy(built)
-        built.dustin_deep.block_table = table
-    return built

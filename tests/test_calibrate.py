@@ -110,7 +110,7 @@ def test_deep_layers_read_a_selection_of_their_own() -> None:
     cached = tuple(t[:context].transpose(0, 1)[None].repeat(3, 1, 1, 1) for t in (keys, values))
     first, deep = [0, 1], [3, 4]
     kept = [policies.kept_positions(torch.tensor(chosen), context, 16) for chosen in (first, deep)]
-    plan = attention.SparseRows([cached], [kept[0]], [kept[1]], first_deep=1)
+    plan = attention.SparseRows([cached], [kept[0]], [kept[1]], second_layers={1, 2})
     for layer, chosen in ((0, first), (1, deep), (2, deep)):
         found = plan.attend(
             layer, *(t[-width:].transpose(0, 1)[None] for t in (queries, keys, values)), 0.3
@@ -289,7 +289,7 @@ def test_split_selects_by_lookahead_and_for_deep_layers_by_history(
     for signal in singles:
         alone, none = policies.select_groups(scores, settings, signal)
         assert none is None
-        assert policies.single(settings, signal).deep is None
+        assert policies.single(settings, signal).second is None
         assert str(alone) == str(policies.select(scores, shared, signal))
     assert policies.select_groups(scores, shared)[1] is None
 
@@ -526,8 +526,8 @@ def test_kl_of_a_split_is_that_of_a_model_masked_by_layer(
     # All through one journal: what one half reads must tell entries apart.
     shared = measured.measure(little, 16)
     assert float(measured.measure(much, 16).kl.max()) == 0
-    found = measured.measure(first, 16, deep)
-    torch.testing.assert_close(measured.measure(little, 16, little).kl, shared.kl)
+    found = measured.measure(first, 16, deep, {2, 3})
+    torch.testing.assert_close(measured.measure(little, 16, little, {2, 3}).kl, shared.kl)
     assert measured.measured == len(measured.journal) == 4
     model = dense_model(target)
     for index in (0, 4):
@@ -824,7 +824,7 @@ def test_a_trial_with_split_measures_both_selections(
     made = made_search(pair, scores, tmp_path)
     wanted = config(budget=96, merge="split")
     first, deep = policies.select_groups(scores, made.settings(wanted, 16))
-    kl = made.evaluator.measure(first, 16, deep).kl
+    kl = made.evaluator.measure(first, 16, deep, {2, 3}).kl
     assert made.trial(wanted, 16).window_kl == tuple(policies.by_window(scores, kl).tolist())
     assert made.trial(wanted, 16).loss != made.trial(wanted, 16, "lookahead").loss
 
@@ -840,6 +840,78 @@ def test_greedy_layers_take_what_lowers_kl(
     }
     assert layers[0] == min(losses, key=lambda layer: losses[layer])
     assert len(set(layers)) == len(layers)
+
+
+def test_wide_layers_are_those_that_lower_kl_more_than_one_budget_does(
+    pair: tuple[Model, Model], scores: Scores, tmp_path: Path
+) -> None:
+    made = made_search(pair, scores, tmp_path)
+    base = config(budget=64, wide_budget=192)
+    layers = made.wide_layers(base, 16, 2)
+    losses = {
+        layer: made.trial(base.model_copy(update={"wide_layers": (layer,)}), 16).loss
+        for layer in range(4)
+    }
+    first = min(losses, key=lambda layer: losses[layer])
+    assert len(set(losses.values())) == 4  # each layer is another setting
+    equal = policies.of_equal_reads(base.model_copy(update={"wide_layers": (first,)}), 4)
+    assert (equal.budget, equal.wide_layers) == (96, ())
+    worthwhile = losses[first] < made.trial(equal, 16).loss
+    assert layers[:1] == ((first,) if worthwhile else ())
+    assert worthwhile
+    # Where one budget for all is better, there are none.
+    trial = made.trial
+
+    def no_layer_gains(config: DustinConfig, unit: int, *more: Any) -> search.Trial:
+        return replace(trial(config, unit, *more), loss=1.0 if config.wide_layers else 0.5)
+
+    made.trial = no_layer_gains  # type: ignore[method-assign]
+    assert made.wide_layers(base, 16, 2) == ()
+
+
+def test_the_search_ends_with_wide_layers_if_asked(
+    pair: tuple[Model, Model], scores: Scores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search.Search, "wide_layers", lambda self, base, unit, most: (3, 1)[:most])
+    made = made_search(pair, scores, tmp_path)
+    found = made.run(config(budget=96), 2, seed=0, most_layers=1, most_wide=2)
+    assert found.chosen.config.wide_layers == (1, 3)
+    assert found.chosen not in found.trials
+    profile = report.profile_data(*pair, found, False, "here")
+    assert profile["settings"]["wide_layers"] == [1, 3]
+    plain = made.run(config(budget=96), 2, seed=0, most_layers=1)
+    assert plain.chosen.config.wide_layers == ()
+    assert "wide_layers" not in report.profile_data(*pair, plain, False, "here")["settings"]
+
+
+def test_wide_layers_read_their_own_selection_in_a_trial(
+    pair: tuple[Model, Model], scores: Scores, tmp_path: Path
+) -> None:
+    made = made_search(pair, scores, tmp_path)
+    wanted = config(budget=64, wide_layers=[1, 2], wide_budget=128)
+    first, second = policies.select_groups(scores, made.settings(wanted, 16))
+    assert second is not None
+    for index, item in enumerate(scores.items):
+        narrow, wide = first[index], second[index]
+        assert narrow is not None
+        assert wide is not None
+        assert (len(narrow), len(wide)) == (4, 8)
+        assert item.context // 16 > 8
+    kl = made.evaluator.measure(first, 16, second, {1, 2}).kl
+    assert made.trial(wanted, 16).window_kl == tuple(policies.by_window(scores, kl).tolist())
+    other = made.evaluator.measure(first, 16, second, {0, 2}).kl
+    assert not torch.equal(kl, other)
+
+
+def test_the_report_holds_wide_layers_against_one_budget() -> None:
+    chosen = config(budget=512, lookahead=256, wide_layers=[1, 2], wide_budget=2048)
+    rows = {row.name: row for row in report.variants(chosen, config(), 24)}
+    equal = rows["one budget of 640 for all layers"]
+    assert (equal.over, equal.config.budget, equal.config.lookahead) == ("hybrid", 640, 320)
+    assert equal.config.wide_layers == ()
+    assert rows["without wide layers"].config.budget == 512
+    assert rows["split"].config.wide_layers == ()
+    assert rows["history only"].over == "without wide layers"
 
 
 def trial(loss: float, scoring: int, kl: tuple[float, ...]) -> search.Trial:
@@ -923,7 +995,7 @@ def test_rows_of_the_quality_table_are_what_they_say(
     }
     means = {}
     for name, (selections, deeper) in expected.items():
-        kl = measured.measure(selections, 16, deeper).kl
+        kl = measured.measure(selections, 16, deeper, {2, 3}).kl
         means[name] = float(kl.mean())
         assert rows[name]["mean"] == pytest.approx(means[name], rel=1e-5), name
         recovered = policies.recovery(scores, selections, 16, deeper).mean()
@@ -932,9 +1004,10 @@ def test_rows_of_the_quality_table_are_what_they_say(
 
 
 def test_settings_at_another_budget() -> None:
-    moved = report.at_budget(config(budget=512, lookahead=128, recent=256, sinks=64), 128)
+    moved = policies.at_budget(config(budget=512, lookahead=128, recent=256, sinks=64), 128)
     assert (moved.budget, moved.lookahead, moved.recent, moved.sinks) == (128, 32, 64, 32)
-    assert report.at_budget(config(budget=512), 128).lookahead is None
+    assert policies.at_budget(config(budget=512), 128).lookahead is None
+    assert policies.at_budget(config(budget=512, wide_budget=2048), 128).wide_budget == 512
 
 
 def options(target: Path, draft: Path, folder: Path, **change: Any) -> run.Options:

@@ -30,6 +30,10 @@ def build(target, draft, dustin, **kw):
         ({"budget": "many"}, "budget='many'"),
         ({"merge": "mix"}, "merge='mix'.*'weighted' or 'split'"),
         ({"lookahead_weight": 1.5}, "lookahead_weight=1.5"),
+        ({"wide_layers": [4]}, "wide_layers=\\[4\\]: the target has layers 0..3"),
+        ({"wide_layers": [0, 1, 2, 3]}, "wide_layers names every layer; raise budget"),
+        ({"wide_layers": [1], "wide_budget": 512}, "wide_budget=512 is below budget=1024"),
+        ({"wide_layers": [1], "merge": "split"}, "merge='split' and wide_layers both"),
         ({"budget": 16}, "dustin.budget=16 is less than one unit of 32.*32 or more"),
         ({"budget": 64}, "budget=64.*cannot hold sinks=4 and recent=64.*96 or more"),
         ({"budget": 256, "draft_budget": 300}, "draft_budget=300 exceeds budget=256"),
@@ -225,6 +229,26 @@ def test_resolved_settings(target, draft):
     assert settings.target_heads.layers == ((2, (0, 1, 2, 3)),)
     assert settings.draft_heads.layers == ((1, (0, 1, 2, 3)),)
     assert vllm_config.speculative_config.attention_backend.name == "DUSTIN"
+
+
+def test_wide_layers_have_a_budget_of_their_own(target, draft):
+    wide = {"budget": 192, "lookahead": 64, "recent": 40, "wide_layers": [3, 1]}
+    settings = config.resolve(build(target, draft, wide))
+    assert settings.second_layers == {1, 3}
+    assert settings.second == config.LayerGroup("wide", 24, 8)  # four times as much of everything
+    assert settings.largest is settings.second
+    assert settings.groups == (settings.target, settings.second)
+    settings = config.resolve(build(target, draft, {**wide, "wide_budget": 288}))
+    assert settings.second == config.LayerGroup("wide", 9, 3)
+    assert config.resolve(build(target, draft, {})).second is None
+
+
+@pytest.mark.parametrize(("budget", "said"), [(2048, True), (1024, False)])
+def test_a_wide_budget_that_no_context_exceeds_is_said_in_the_log(target, draft, budget, said):
+    wide = {"budget": 192, "wide_layers": [1], "wide_budget": budget}
+    vllm_config = build(target, draft, wide, max_model_len=2048)
+    found = config.warnings(vllm_config, config.resolve(vllm_config))
+    assert any("nothing will be sparse" in line for line in found) == said
 
 
 def test_block_size_is_32_unless_the_user_says_otherwise(target, draft):

@@ -115,8 +115,9 @@ class Spy:
         """Check what the kernel was handed, and what it computed, row by row."""
         table, lens, starts = kw["block_table"], kw["seq_lens"], kw["query_start_loc"]
         layer = int(self._layer.layer_name.split(".layers.")[1].split(".")[0])
-        is_deep = self._runtime.settings.deep is not None and layer >= 2  # of 4
-        group = "deep" if is_deep else "target"
+        settings = self._runtime.settings
+        is_second = layer in settings.second_layers
+        group = (settings.second if is_second else settings.target).name
         for i, row in enumerate(self._runtime.rows):
             full_table = self._full.block_table_tensor[i]
             if row.dense is not None:
@@ -134,8 +135,8 @@ class Spy:
                     self.sparse_rows += 1
                 self.check_output(kw, i, row, full_table, starts, chosen)
             generated = row.seq_len > row.request.num_prompt_tokens
-            if first_layer and generated and row.context == row.request.num_tokens - 1:
-                self.kv_tokens_read += int(lens[i])
+            if generated and row.context == row.request.num_tokens - 1:
+                self.kv_tokens_read += int(lens[i]) / 4  # of four layers, on average
         self.steps += first_layer
 
     def look_at_draft(self, kw: dict[str, Any], first_layer: bool) -> None:
@@ -244,16 +245,21 @@ def test_self_draft_accepts_everything(make_llm, target):
     assert accepted == drafted == len(PROMPTS) * 6 * GAMMA
 
 
-@pytest.mark.parametrize("merge", ["fill", "split"])
-def test_sparse_rows_read_the_selection_only(make_llm, target, draft, spy, merge):
+WIDE = {"wide_layers": [1, 3], "wide_budget": 224}
+
+
+@pytest.mark.parametrize("more", [{}, {"merge": "split"}, WIDE], ids=["one", "split", "wide"])
+def test_sparse_rows_read_the_selection_only(make_llm, target, draft, spy, more):
     """Tables, lengths, outputs and selections all equal the reference; counters equal the spy."""
-    llm = make_llm(target, draft, {**SPARSE, "merge": merge, "sample_recovery_every": 1})
+    llm = make_llm(target, draft, {**SPARSE, **more, "sample_recovery_every": 1})
     generate(llm, PROMPTS)
-    assert spy.groups_differ == (merge == "split")
-    if merge == "split":
-        settings = runtime_of(llm).settings
+    assert spy.groups_differ == bool(more)
+    settings = runtime_of(llm).settings
+    if more is WIDE:
+        assert (settings.second.budget_units, settings.second_layers) == (7, {1, 3})
+    if "merge" in more:
         units = settings.target.budget_units
-        assert (settings.target.lookahead_units, settings.deep.lookahead_units) == (units, 0)
+        assert (settings.target.lookahead_units, settings.second.lookahead_units) == (units, 0)
     stats = runtime_of(llm).stats()
     assert stats["sparse_rows"] == spy.sparse_rows > 20
     assert stats["kv_tokens_read"] == spy.kv_tokens_read < stats["kv_tokens_full"]

@@ -140,11 +140,13 @@ class Spy:
         for i, row in enumerate(self.runtime.rows):
             if row.dense is not None:
                 continue
-            chosen = self.runtime.scores.selections["target"][row.slot.index].tolist()
+            settings = self.runtime.settings
+            group = settings.second if impl.second else settings.target
+            chosen = self.runtime.scores.selections[group.name][row.slot.index].tolist()
             span, seq_len = slice(starts[i], starts[i + 1]), seq_lens[i]
             context = seq_len - (span.stop - span.start)
             # Rejected drafts may leave no more units than the budget.
-            dropped = max(0, context // unit - self.runtime.settings.target.budget_units)
+            dropped = max(0, context // unit - group.budget_units)
             assert int(metadata.seq_lens[i]) == seq_len - dropped * unit
             keys, values = gathered(kv_cache, self.full.block_table_tensor[i], seq_len)
             chosen = chosen[: context // unit]
@@ -161,7 +163,7 @@ class Spy:
             if not row.needs_selection:
                 continue
             context = int(buffers.contexts[i])
-            if context // s.unit <= s.target.budget_units:
+            if context // s.unit <= s.largest.budget_units:
                 continue
             history, lookahead = buffers.score_rows(runtime._num_reqs)[:, i].cpu()
             table = runtime._block_table[i]
@@ -183,20 +185,25 @@ class Spy:
                 reference.unit_scores(lookahead, context, s.unit),
                 reference.unit_scores(history, context, s.unit, s.dilation_tokens),
             ]
-            wanted = reference_selection(*units, context, s)
-            got = runtime.scores.selections["target"][row.slot.index].tolist()
-            # Block sums in another order may swap equals at the border.
-            assert len(set(got) ^ set(wanted)) <= 2
-            assert got == sorted(set(got))
+            for group in s.groups:
+                wanted = reference_selection(*units, context, s, group)
+                got = runtime.scores.selections[group.name][row.slot.index].tolist()
+                # Block sums in another order may swap equals at the border.
+                assert len(set(got) ^ set(wanted)) <= 2
+                assert got == sorted(set(got))
             self.selections_checked += 1
 
 
+WIDE = {"wide_layers": [1, 3], "wide_budget": 192 * SCALE}
+
+
+@pytest.mark.parametrize("wide", [{}, WIDE], ids=["one_budget", "wide"])
 @pytest.mark.parametrize("kernel", ["flash", "triton", "cuda"])
 @pytest.mark.parametrize("granularity", ["block", "token"])
-def test_sparse_rows_equal_the_reference(start, prompts, monkeypatch, granularity, kernel):
+def test_sparse_rows_equal_the_reference(start, prompts, monkeypatch, granularity, kernel, wide):
     spy = Spy(monkeypatch)
     settings = {"granularity": granularity, "verify_kernel": kernel, "sample_recovery_every": 2}
-    llm = start({**SPARSE, **settings}, **EAGER)
+    llm = start({**SPARSE, **settings, **wide}, **EAGER)
     generate(llm, prompts)
     stats = runtime_of(llm).stats()
     assert stats["sparse_rows"] > 20
@@ -208,10 +215,11 @@ def test_sparse_rows_equal_the_reference(start, prompts, monkeypatch, granularit
     assert acceptance(llm)[1] > 0
 
 
+@pytest.mark.parametrize("wide", [{}, WIDE], ids=["one_budget", "wide"])
 @pytest.mark.parametrize("kernel", ["flash", "cuda"])
 @pytest.mark.parametrize("granularity", ["block", "token"])
-def test_graphs_and_eager_agree(start, prompts, granularity, kernel):
-    settings = {**SPARSE, "granularity": granularity, "verify_kernel": kernel}
+def test_graphs_and_eager_agree(start, prompts, granularity, kernel, wide):
+    settings = {**SPARSE, "granularity": granularity, "verify_kernel": kernel, **wide}
     eager = start(settings, **EAGER, enable_prefix_caching=False)
     expected = generate(eager, prompts)
     counted = runtime_of(eager).stats()

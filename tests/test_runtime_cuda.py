@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dustin_vllm import cuda_ops, reference, runtime, runtime_cuda, selection
+from dustin_vllm import cuda_ops, reference, runtime, runtime_cuda
 from dustin_vllm.config import DustinConfig, HeadSet, LayerGroup, Settings
 from dustin_vllm.runtime_cuda import CudaRuntime, QueryBuffer, block_pages, token_pages
 from dustin_vllm.state import DenseReason
@@ -103,10 +103,15 @@ class FakeEngine:
         unit: int,
         draft_units: int | None,
         kernel: str = "flash",
-        split: bool = False,
+        second: str | None = None,
     ) -> None:
         budget = 96 // unit
+        split = second == "deep"
         target = LayerGroup("target", budget, budget if split else budget // 2)
+        groups = {
+            "deep": LayerGroup("deep", budget, 0),
+            "wide": LayerGroup("wide", 128 // unit, 64 // unit),
+        }
         draft = None
         if draft_units is not None:
             draft = LayerGroup("draft", draft_units, draft_units // 3)
@@ -118,7 +123,8 @@ class FakeEngine:
             dilation_tokens=GAMMA + 1,
             target=target,
             draft=draft,
-            deep=LayerGroup("deep", budget, 0) if split else None,
+            second=groups[second] if second else None,
+            second_layers=frozenset({1} if second else ()),
             target_heads=HeadSet(((0, (1,)), (1, (0, 1, 2, 3)))),
             draft_heads=HeadSet(((0, (0, 3)),)),
         )
@@ -216,7 +222,7 @@ class FakeEngine:
         starts = metadata.query_start_loc_cpu.tolist()
         for i, row in enumerate(runtime.rows):
             context = contexts[i] + new[i] - rejected[i]
-            if not needs[i] or context // settings.unit <= settings.target.budget_units:
+            if not needs[i] or context // settings.unit <= settings.largest.budget_units:
                 continue
             last = starts[i + 1] - 1 - rejected[i]
             history = self.scores(
@@ -262,11 +268,13 @@ class FakeEngine:
             assert metadata.block_table_tensor[i, : len(entries)].tolist() == entries
 
 
-@pytest.mark.parametrize(("draft_units", "split"), [(None, False), (48, False), (None, True)])
+@pytest.mark.parametrize(
+    ("draft_units", "second"), [(None, None), (48, None), (None, "deep"), (None, "wide")]
+)
 @pytest.mark.parametrize("unit", [1, 16])
-def test_steps_of_the_cuda_runtime_equal_the_reference(monkeypatch, unit, draft_units, split):
+def test_steps_of_the_cuda_runtime_equal_the_reference(monkeypatch, unit, draft_units, second):
     units = None if draft_units is None else draft_units // unit
-    engine = FakeEngine(monkeypatch, unit, units, split=split)
+    engine = FakeEngine(monkeypatch, unit, units, second=second)
     runtime, settings = engine.runtime, engine.settings
     names = ["a", "b", "c"]
     engine.runner.input_batch.req_ids = names
@@ -295,14 +303,14 @@ def test_steps_of_the_cuda_runtime_equal_the_reference(monkeypatch, unit, draft_
     assert stats["sparse_rows"] == 2
     if settings.draft is None:
         engine.check_compacted(planned, full, contexts, settings.target, sparse)
-        if split:
-            built = SimpleNamespace(block_table=planned.block_table_tensor)
-            deep = selection.share_by_depth(built, planned).dustin_deep.block_table
-            assert built.block_table is planned.block_table_tensor
-            assert not torch.equal(deep, planned.block_table_tensor)
-            lens = planned.seq_lens
-            of_deep = SimpleNamespace(block_table_tensor=deep, seq_lens=lens)
-            engine.check_compacted(of_deep, full, contexts, settings.deep, sparse)
+        if second:
+            of_second = planned.dustin_second
+            assert not torch.equal(of_second.block_table_tensor, planned.block_table_tensor)
+            engine.check_compacted(of_second, full, contexts, settings.second, sparse)
+            # Two layers: what a row reads is the mean of both.
+            read = [(planned.seq_lens[i] + of_second.seq_lens[i]) / 2 for i in (0, 2)]
+            dense = [201, 152]  # of the first step
+            assert stats["kv_tokens_read"] == sum(dense) + sum(map(int, read))
         assert all(m.block_table_tensor is engine.table or m is not planned for m in drafted)
     else:
         assert stats["draft_kv_tokens_read"] < stats["draft_kv_tokens_full"]

@@ -9,7 +9,7 @@ loaded with this attention refuses to run. No plan builds a context x context ma
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -145,20 +145,20 @@ class SparseRows:
         caches: per sequence the dense keys and values of its context,
             (layers, [layers, Hkv, L, D] each).
         kept: per sequence the cached positions that are read, [K] long.
-        deep: the same for layers from ``first_deep`` on (merge "split"); None: ``kept``.
+        second: the same for ``second_layers``; None: ``kept``.
     """
 
     def __init__(
         self,
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         kept: Sequence[torch.Tensor],
-        deep: Sequence[torch.Tensor] | None = None,
-        first_deep: int = 0,
+        second: Sequence[torch.Tensor] | None = None,
+        second_layers: Collection[int] = (),
     ) -> None:
         self.caches = caches
         self.kept = kept
-        self.deep = kept if deep is None else deep
-        self.first_deep = first_deep
+        self.second = kept if second is None else second
+        self.second_layers = second_layers
 
     def attend(
         self,
@@ -171,7 +171,7 @@ class SparseRows:
         """See ``Plan``. Row i of a sequence also sees its new tokens 0 .. i."""
         out = torch.empty_like(queries)
         num_kv_heads, width = keys.shape[1], keys.shape[2]
-        chosen = self.kept if layer < self.first_deep else self.deep
+        chosen = self.second if layer in self.second_layers else self.kept
         for index, ((all_keys, all_values), kept) in enumerate(
             zip(self.caches, chosen, strict=True)
         ):

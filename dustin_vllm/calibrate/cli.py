@@ -50,6 +50,12 @@ def calibrate(
     needles: Annotated[int, typer.Option(min=1, help="Questions for finding retrieval heads.")] = 8,
     trials: Annotated[int, typer.Option(min=1, help="Settings that Optuna tries.")] = 40,
     layers: Annotated[int, typer.Option(min=1, help="Scoring layers of each model at most.")] = 4,
+    wide: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Find so many layers at most that read four times the budget (wide_layers)."
+        ),
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Of text, search and intervals.")] = 0,
     settings: Annotated[
         str | None,
@@ -122,6 +128,7 @@ def calibrate(
             needles=needles,
             trials=trials,
             layers=layers,
+            wide=wide,
             seed=seed,
             device=device,
             dtype=dtype,

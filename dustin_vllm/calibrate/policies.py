@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -118,7 +118,8 @@ def single(settings: Settings, signal: Signal) -> Settings:
         target=replace(
             settings.target, lookahead_units=0 if only_history else settings.target.budget_units
         ),
-        deep=None,
+        second=None,
+        second_layers=frozenset(),
     )
 
 
@@ -161,7 +162,7 @@ def select(
     """The selection of every item under the settings, as the runtime makes it.
 
     Args:
-        group: whose selection, ``settings.target`` or ``settings.deep``; None: the former.
+        group: whose selection, ``settings.target`` or ``settings.second``; None: the former.
     """
     settings = single(settings, signal)
     group = group or settings.target
@@ -169,7 +170,7 @@ def select(
     rows = [
         index
         for index, item in enumerate(scores.items)
-        if item.context // settings.unit > settings.target.budget_units
+        if item.context // settings.unit > group.budget_units
     ]
     if not rows:
         return selections
@@ -193,8 +194,8 @@ def select(
 def select_groups(
     scores: Scores, settings: Settings, signal: Signal = "settings"
 ) -> tuple[Selections, Selections | None]:
-    """The selections of all layers, or with merge "split" of the first half of the target's
-    layers, and of the deeper half (None: one set for all).
+    """The selections of the target's layers, and of ``settings.second_layers`` (None: one set for
+    all): the deeper half with merge "split", or wide layers.
 
     A half's oracle as signal means both halves, each with its own.
     """
@@ -202,15 +203,34 @@ def select_groups(
         first = select(scores, settings, "first half's oracle")
         return first, select(scores, settings, "deeper half's oracle")
     first = select(scores, settings, signal)
-    if signal != "settings" or settings.deep is None:
+    if signal != "settings" or settings.second is None:
         return first, None
-    return first, select(scores, settings, signal, settings.deep)
+    return first, select(scores, settings, signal, settings.second)
 
 
 def mirrored(settings: Settings) -> Settings:
     """Split settings with the halves exchanged: history for the first, lookahead for the deeper."""
-    assert settings.deep is not None
-    return replace(settings, target=settings.deep, deep=settings.target)
+    assert settings.second is not None
+    return replace(settings, target=settings.second, second=settings.target)
+
+
+def at_budget(config: DustinConfig, budget: int) -> DustinConfig:
+    """The settings at another budget: the same share of lookahead, recent window within half."""
+    update: dict[str, Any] = {"budget": budget, "recent": min(config.recent, budget // 2)}
+    update["sinks"] = min(config.sinks, budget // 4)
+    if config.wide_budget is not None:
+        update["wide_budget"] = round(config.wide_budget * budget / config.budget)
+    if config.lookahead is not None:
+        update["lookahead"] = round(config.lookahead * budget / config.budget)
+    return config.model_copy(update=update)
+
+
+def of_equal_reads(config: DustinConfig, num_layers: int) -> DustinConfig:
+    """Settings without wide layers, whose budget all layers together read as many tokens with."""
+    wide = config.wide_budget or 4 * config.budget
+    more = (wide - config.budget) * len(config.wide_layers)
+    narrow = config.model_copy(update={"wide_layers": (), "wide_budget": None})
+    return at_budget(narrow, config.budget + round(more / num_layers))
 
 
 def kept_positions(selection: torch.Tensor | None, context: int, unit: int) -> torch.Tensor:
@@ -228,8 +248,8 @@ def recovery(
     layers and heads, that the selections cover (section 3.1 of the paper).
 
     Args:
-        deep: selections of the deeper half of the layers. Each half is then covered by its own
-            selection; a layer weighs the same in both.
+        deep: selections of the deeper half of the layers (merge "split"). Each half is then
+            covered by its own selection; a layer weighs the same in both.
     """
     if deep is not None:
         return _recovery_by_half(scores, (selections, deep), unit)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from dustin_vllm.calibrate.models import Model
 from dustin_vllm.calibrate.policies import Selections, kept_positions
 from dustin_vllm.calibrate.traces import Scores
 from dustin_vllm.results import ResultsError
-from dustin_vllm.selection import first_deep_layer
 
 MAX_ROWS = 256  # rows per forward pass; bounds the logits in memory
 
@@ -98,26 +97,36 @@ class Evaluator:
         ]
         self._key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
-    def measure(self, selections: Selections, unit: int, deep: Selections | None = None) -> Quality:
+    def measure(
+        self,
+        selections: Selections,
+        unit: int,
+        second: Selections | None = None,
+        second_layers: Collection[int] = (),
+    ) -> Quality:
         """Quality under the selections, one per item.
 
         Args:
-            deep: what the deeper half of the layers reads (merge "split"); None: the same.
+            second: what ``second_layers`` read; None: the same.
         """
         about = [self._key, unit, _listed(selections)]
-        if deep is not None:
-            about.append(_listed(deep))
+        if second is not None:
+            about += [_listed(second), sorted(second_layers)]
         key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
         values = self.journal.get(key)
         if values is None:
-            values = self._run(selections, unit, deep)
+            values = self._run(selections, unit, second, second_layers)
             self.journal.put(key, values)
             self.measured += 1
         return Quality(torch.tensor(values["kl"]), torch.tensor(values["agreement"]))
 
     @torch.inference_mode()
     def _run(
-        self, selections: Selections, unit: int, deep: Selections | None
+        self,
+        selections: Selections,
+        unit: int,
+        second: Selections | None,
+        second_layers: Collection[int],
     ) -> dict[str, list[float]]:
         everything: Selections = [None] * len(selections)
         if self._dense is None:
@@ -126,7 +135,7 @@ class Evaluator:
         kl: list[float] = []
         agreement: list[float] = []
         for batch, dense in zip(self._batches(), self._dense, strict=True):
-            sparse = self._log_probs(batch, selections, unit, deep)
+            sparse = self._log_probs(batch, selections, unit, second, second_layers)
             divergence = (dense.exp() * (dense - sparse)).sum(-1).clamp_(min=0)
             kl += divergence.mean(1).tolist()
             same = dense.argmax(-1) == sparse.argmax(-1)
@@ -139,7 +148,12 @@ class Evaluator:
         return [range(i, min(i + size, count)) for i in range(0, count, size)]
 
     def _log_probs(
-        self, batch: range, selections: Selections, unit: int, deep: Selections | None = None
+        self,
+        batch: range,
+        selections: Selections,
+        unit: int,
+        second: Selections | None = None,
+        second_layers: Collection[int] = (),
     ) -> torch.Tensor:
         """[items of the batch, gamma + 1, V] fp32 log probabilities."""
         device, width = self.target.device, self.scores.gamma + 1
@@ -161,8 +175,8 @@ class Evaluator:
         plan = SparseRows(
             caches,
             kept(selections),
-            None if deep is None else kept(deep),
-            first_deep_layer(self.target.shape.layers),
+            None if second is None else kept(second),
+            second_layers,
         )
         with active(plan):
             logits = self.target.module(

@@ -18,7 +18,7 @@ from dustin_vllm.calibrate.policies import Signal
 from dustin_vllm.calibrate.quality import Evaluator
 from dustin_vllm.calibrate.search import Found, Trial
 from dustin_vllm.calibrate.traces import Scores
-from dustin_vllm.config import DustinConfig, Settings
+from dustin_vllm.config import DustinConfig, Settings, first_deep_layer
 
 RESAMPLES = 2000
 BUDGETS = (128, 256, 512, 1024, 2048)
@@ -62,11 +62,11 @@ def recovery_rows(
     """
     for unit in units:
         for budget in BUDGETS:
-            settings = resolve(at_budget(config, budget), unit)
+            settings = resolve(policies.at_budget(config, budget), unit)
             windows: dict[Signal, torch.Tensor] = {}
             for signal in POLICIES:
-                selections, deep = policies.select_groups(scores, settings, signal)
-                recovered = policies.recovery(scores, selections, unit, deep)
+                selections, second = policies.select_groups(scores, settings, signal)
+                recovered = _recovery(scores, settings, signal, selections, second)
                 windows[signal] = policies.by_window(scores, recovered)
             singles: tuple[Signal, ...] = ("history", "lookahead")
             better = max(singles, key=lambda signal: float(windows[signal].mean()))
@@ -84,15 +84,6 @@ def recovery_rows(
             yield entries
 
 
-def at_budget(config: DustinConfig, budget: int) -> DustinConfig:
-    """The settings at another budget: the same share of lookahead, recent window within half."""
-    update: dict[str, Any] = {"budget": budget, "recent": min(config.recent, budget // 2)}
-    update["sinks"] = min(config.sinks, budget // 4)
-    if config.lookahead is not None:
-        update["lookahead"] = round(config.lookahead * budget / config.budget)
-    return config.model_copy(update=update)
-
-
 @dataclass(frozen=True)
 class Variant:
     """A row of the quality table.
@@ -108,14 +99,20 @@ class Variant:
     exchanged: bool = False
 
 
-def variants(chosen: DustinConfig, default: DustinConfig) -> list[Variant]:
+def variants(chosen: DustinConfig, default: DustinConfig, num_layers: int) -> list[Variant]:
     """What is compared, the most telling first: a time limit may cut the end off."""
     base, usual = "hybrid", "default settings"
     rows = [
         Variant(base, chosen),
         Variant(usual, default, over=base),
-        Variant("oracle", chosen, "oracle", base),
     ]
+    if chosen.wide_layers:
+        equal = policies.of_equal_reads(chosen, num_layers)
+        rows.append(Variant(f"one budget of {equal.budget} for all layers", equal, over=base))
+        chosen = chosen.model_copy(update={"wide_layers": (), "wide_budget": None})
+        rows.append(Variant("without wide layers", chosen, over=base))
+        base = "without wide layers"  # what follows is about signals, of one selection
+    rows.append(Variant("oracle", chosen, "oracle", base))
     for name, config, over in (("", chosen, base), (f"{usual}, ", default, usual)):
         split = config.model_copy(update={"merge": "split"})
         if config.merge == "split":
@@ -158,17 +155,21 @@ def quality_rows(
         chosen: settings and the unit that all of them are compared at.
     """
     config, unit = chosen
+    num_layers = evaluator.target.shape.layers
     kinds = policies.kinds(scores)
     item_kinds = [scores.traces[item.trace].window.kind for item in scores.items]
     known: dict[str, torch.Tensor] = {}
-    for row in variants(config, default):
+    for row in variants(config, default, num_layers):
         settings = resolve(row.config, unit)
         if row.exchanged:
             settings = policies.mirrored(settings)
-        selections, deep = policies.select_groups(scores, settings, row.signal)
-        quality = evaluator.measure(selections, unit, deep)
+        selections, second = policies.select_groups(scores, settings, row.signal)
+        layers = settings.second_layers
+        if row.signal == "first half's oracle":
+            layers = frozenset(range(first_deep_layer(num_layers), num_layers))
+        quality = evaluator.measure(selections, unit, second, layers)
         windows = known[row.name] = policies.by_window(scores, quality.kl)
-        recovered = policies.recovery(scores, selections, unit, deep)
+        recovered = _recovery(scores, settings, row.signal, selections, second)
         entry: dict[str, Any] = {"name": row.name, **interval(windows, seed)}
         entry["recovery"] = interval(policies.by_window(scores, recovered), seed)
         if row.over is not None:
@@ -182,6 +183,18 @@ def quality_rows(
                 "agreement": float(quality.agreement[which].mean()),
             }
         yield entry
+
+
+def _recovery(
+    scores: Scores,
+    settings: Settings,
+    signal: Signal,
+    selections: policies.Selections,
+    second: policies.Selections | None,
+) -> torch.Tensor:
+    """``policies.recovery``; with wide layers that of the other layers' selection."""
+    wide = signal == "settings" and bool(settings.config.wide_layers)
+    return policies.recovery(scores, selections, settings.unit, None if wide else second)
 
 
 def agreement_data(scores: Scores) -> dict[str, Any]:
@@ -206,6 +219,8 @@ def profile_data(target: Model, draft: Model, found: Found, units_open: bool, so
         "lookahead" if config.merge == "fill" else "lookahead_weight",
     ]
     dump = config.model_dump(mode="json")
+    if config.wide_layers:
+        fields.append("wide_layers")
     settings = {name: dump[name] for name in fields}
     if units_open:
         settings["granularity"] = "token" if found.chosen.unit == 1 else "block"

@@ -63,6 +63,7 @@ class Options:
     needles: int = 8
     trials: int = 40
     layers: int = 4
+    wide: int = 0  # wide layers at most
     seed: int = 0
     device: str = "cpu"
     dtype: str = "auto"
@@ -249,7 +250,7 @@ def calibrate(options: Options, advance: Advance) -> tuple[Files, dict[str, Any]
     else:
         chosen = given
         if options.budget != given.budget:
-            chosen = report.at_budget(given, options.budget)
+            chosen = policies.at_budget(given, options.budget)
         unit = 1 if given.granularity == "token" else options.unit
         job.data.update(_given_data(job, chosen, unit))
     _report(job, chosen, unit)
@@ -292,7 +293,7 @@ def _search(job: _Job) -> Found:
         stop,
     )
     base = DustinConfig.model_validate({"budget": options.budget})
-    found = search.run(base, options.trials, options.seed, options.layers)
+    found = search.run(base, options.trials, options.seed, options.layers, options.wide)
     job.data.update(
         search_windows=len(scores.traces),
         layers={"target": found.target_layers, "draft": found.draft_layers},
@@ -333,7 +334,7 @@ def _report(job: _Job, chosen: DustinConfig, unit: int) -> None:
     data["draft_agreement"] = report.agreement_data(scores)
     default = DustinConfig.model_validate({"budget": options.budget})
     evaluator = Evaluator(job.target, scores, job.journal)
-    rows = len(report.variants(chosen, default))
+    rows = len(report.variants(chosen, default, job.target.shape.layers))
     made = report.quality_rows(
         job.settings, scores, evaluator, (chosen, unit), default, options.seed
     )

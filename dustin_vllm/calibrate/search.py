@@ -30,6 +30,7 @@ from dustin_vllm.config import (
 
 FEW_HEADS = 4  # scoring heads per layer in the paper
 BY_RECOVERY, BY_HEADS = 4, 3  # layers on the short list
+BY_BUDGET = 5  # on that of wide layers
 WORTHWHILE = 0.98  # a further layer must bring KL to this share of what it was
 SINKS = (4, 16, 64)
 RECENT = (32, 64, 128, 256)
@@ -100,8 +101,8 @@ class Search:
 
     def quality(self, settings: Settings, signal: Signal = "settings") -> Quality:
         """Quality on all items."""
-        selections, deep = policies.select_groups(self.scores, settings, signal)
-        return self.evaluator.measure(selections, settings.unit, deep)
+        selections, second = policies.select_groups(self.scores, settings, signal)
+        return self.evaluator.measure(selections, settings.unit, second, settings.second_layers)
 
     def window_kl(self, quality: Quality) -> torch.Tensor:
         """[windows] mean KL."""
@@ -178,7 +179,41 @@ class Search:
 
     # ---- everything else ----------------------------------------------------------------
 
-    def run(self, base: DustinConfig, trials: int, seed: int, most_layers: int) -> Found:
+    def wide_layers(self, base: DustinConfig, unit: int, most: int) -> tuple[int, ...]:
+        """Target layers that are worth a budget of their own, the most telling first: with them KL
+        is lower than with one budget for all layers and as many tokens read.
+
+        Args:
+            base: the other settings.
+            most: layers to choose at most.
+        """
+
+        def config(layers: Sequence[int]) -> DustinConfig:
+            return base.model_copy(update={"wide_layers": tuple(sorted(layers))})
+
+        num_layers = self.target.layers
+        chosen: list[int] = []
+        listed = list(range(num_layers))
+        for step in range(min(most, num_layers - 1)):
+            what = f"wide layer {step + 1}"
+            if self.stop(what):
+                break
+            losses = {}
+            for done, layer in enumerate(listed):
+                self.advance(what, done, len(listed))
+                losses[layer] = self.trial(config([*chosen, layer]), unit).loss
+            self.advance(what, len(listed), len(listed))
+            ranked = sorted(listed, key=lambda layer: (losses[layer], layer))
+            rival = policies.of_equal_reads(config([*chosen, ranked[0]]), num_layers)
+            if losses[ranked[0]] >= self.trial(rival, unit).loss:
+                break
+            chosen.append(ranked[0])
+            listed = ranked[1 : BY_BUDGET + 1]
+        return tuple(chosen)
+
+    def run(
+        self, base: DustinConfig, trials: int, seed: int, most_layers: int, most_wide: int = 0
+    ) -> Found:
         """The whole search.
 
         Args:
@@ -186,17 +221,23 @@ class Search:
             trials: Optuna trials, the default settings included.
             seed: of Optuna's sampler.
             most_layers: scoring layers of the target at most, and of the draft.
+            most_wide: wide layers at most.
         """
         target_layers = self.greedy_layers("target", base, most_layers)
         with_target = base.model_copy(update={"target_heads": _layers(target_layers)})
         draft_layers = self.greedy_layers("draft", with_target, most_layers)
         default = self.trial(base, self.units[0])
         measured = [default, *self._optimise(base, target_layers, draft_layers, trials, seed)]
+        chosen = choose(measured)
+        wide = self.wide_layers(chosen.config, chosen.unit, most_wide)
+        if wide:
+            update = {"wide_layers": tuple(sorted(wide))}
+            chosen = self.trial(chosen.config.model_copy(update=update), chosen.unit)
         return Found(
             target_layers=target_layers,
             draft_layers=draft_layers,
             trials=tuple(measured),
-            chosen=choose(measured),
+            chosen=chosen,
             default=default,
         )
 

@@ -18,7 +18,7 @@ import torch
 
 from dustin_vllm.calibrate.models import Model, prefill
 from dustin_vllm.calibrate.text import Window
-from dustin_vllm.selection import first_deep_layer
+from dustin_vllm.config import first_deep_layer
 
 FORMAT = 2
 
