@@ -139,8 +139,13 @@ def triton_attention(call: Call, num_splits: int) -> Callable[[torch.Tensor], ob
     return run
 
 
-def cuda_attention(call: Call, num_splits: int) -> Callable[[torch.Tensor], object]:
+def cuda_attention(
+    call: Call, num_splits: int, tuning: int = 0
+) -> Callable[[torch.Tensor], object]:
     """This package's kernel in CUDA C++.
+
+    Args:
+        tuning: of the library, 0 for its own choice.
 
     Raises:
         Unavailable: it is not for this device or shape, or cannot be built.
@@ -162,6 +167,7 @@ def cuda_attention(call: Call, num_splits: int) -> Callable[[torch.Tensor], obje
         cuda_ops.paged_attention(
             *(out, queries, keys, values, call.table, call.lens, call.starts),
             *(width, head_dim**-0.5, num_splits),
+            tuning=tuning,
             early_table=True,  # as in the engine
             library=library,
         )
