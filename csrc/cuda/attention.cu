@@ -14,9 +14,9 @@
 //
 // Products are transposed, so that the few query rows are the dimension padded to 8 and not 16:
 //   1. S^T = K Q^T of a group by each warp, with the queries in registers as far as they fit.
-//   2. P = exp2(S - maximum), to shared memory. The maximum of all chunks so far takes a barrier to
-//      find. Without it, with the first chunk's for all, the largest weight of a row would be
-//      rounded, which is 1 like this: a tenth of the error's square.
+//   2. P = exp2(S - reference), to shared memory, and a barrier. The reference of the first chunk
+//      is its maximum, which takes another barrier to find; later ones keep it, as it need not be
+//      the maximum: only where a weight is large are maxima exchanged again.
 //   3. O^T = V^T P^T, by four warps together (wgmma): V^T from registers, P from shared memory. A
 //      warp takes 16 or 32 dimensions of all tokens, so that no sums over warps follow the last
 //      byte. wgmma reads K's and V's rows only in layouts that these copies cannot make, so step 1,
@@ -43,6 +43,7 @@ constexpr int kHalfShared = 113 * 1024;  // of each of two blocks
 constexpr int kMaxSplits = 8;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kNothingSeen = -1e30f;  // finite: rows that see nothing give 0 and not NaN
+constexpr float kLargeWeight = 256;     // far from the ends of every type's range
 constexpr unsigned kWholeWarp = 0xffffffffu;
 constexpr int kComputers = 1;  // number of the barrier of the warps that compute
 
@@ -121,13 +122,14 @@ struct Config {
   // of its rows by 16 bytes; the pitch spreads the reads over all banks.
   static constexpr int kPairPitch = kGroups * 8 + 16, kPairBytes = kRows / 2 * kPairPitch;
 
-  static constexpr int kWeights = 0;
+  static constexpr int kWeights = 0;  // of even and odd chunks
   // Queries that stay in registers make room for P.
   static constexpr bool kAllHeld = kHeld == kDim / 32;
-  static constexpr int kQueries = kAllHeld ? 0 : kWeightBytes;
-  static constexpr int kMaxima = max_of(kWeightBytes, kQueries + kRows * kQueryPitch);
+  static constexpr int kQueries = kAllHeld ? 0 : 2 * kWeightBytes;
+  static constexpr int kMaxima = max_of(2 * kWeightBytes, kQueries + kRows * kQueryPitch);
   static constexpr int kSums = kMaxima + kPairBytes;
-  static constexpr int kPartBarrier = kSums + kPairBytes;
+  static constexpr int kShrink = kSums + kPairBytes;  // by how much a row's sums do
+  static constexpr int kPartBarrier = kShrink + kRows * 4;
   static constexpr int kBarriers = kPartBarrier + 8;         // [slot][group]: it is there
   static constexpr int kLeft = kBarriers + 6 * kGroups * 8;  // [slot]: it has been read
   static constexpr int kRing = ceil_div(kLeft + 6 * 8, 128) * 128;
@@ -136,7 +138,7 @@ struct Config {
   static constexpr int kBytes = kRing + kSlots * kSlotBytes;
 
   // In a cluster, what others send takes the place of the slots after the first one, which is the
-  // last chunk's: their maxima and sums, [split][row], and their parts of this block's tiles of
+  // last chunk's: their references and sums, [split][row], and their parts of this block's tiles of
   // O^T, [split][tile][column][lane] of 16 bytes.
   static constexpr int kPartTile = kColumns * 32 * 16;
   static constexpr int kPartBytes =
@@ -418,9 +420,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   const uint32_t my_queries =
       shared + C::kQueries + lane % 8 * C::kQueryPitch + lane / 8 * 16;
   float acc[C::kDimTiles][C::kColumns][4] = {};
-  float maximum[C::kColumns][2], sum[C::kColumns][2] = {};
+  float reference[C::kColumns][2], sum[C::kColumns][2] = {};
 #pragma unroll
-  for (int i = 0; i < C::kColumns; ++i) maximum[i][0] = maximum[i][1] = kNothingSeen;
+  for (int i = 0; i < C::kColumns; ++i) reference[i][0] = reference[i][1] = kNothingSeen;
 
   cp_async_wait<0>();
   sync_threads<C::kComputing>(kComputers);  // the queries are there
@@ -440,7 +442,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     const bool last = c + 1 == chunks;
 
     // 1. Logits of this warp's group.
-    float s[C::kColumns][4], shrink[C::kColumns][2];
+    float s[C::kColumns][4];
     if (warp < here) {
       mbarrier_wait(order.here(slot, warp), c / C::kSlots & 1);
       multiply_keys<C>(s, my_keys + slot * C::kSlotBytes, my_queries, held);
@@ -459,52 +461,80 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
       for (int i = 0; i < C::kColumns; ++i) s[i][0] = s[i][1] = s[i][2] = s[i][3] = -INFINITY;
     }
 
-    // 2. Logits to P.
-#pragma unroll
-    for (int i = 0; i < C::kColumns; ++i) {
-      const float2 own = make_float2(over_tokens(fmaxf(s[i][0], s[i][2]), larger) * a.scale_log2,
-                                     over_tokens(fmaxf(s[i][1], s[i][3]), larger) * a.scale_log2);
-      if (lane < 4) store_shared(pairs + C::kMaxima + i * 4 * C::kPairPitch + warp * 8, own);
-    }
-    // Maxima are there; all have read their queries, and P of the chunk before.
-    sync_threads<C::kComputing>(kComputers);
+    // 2. Logits to P. Buffers take turns: all have left the one that is written here before the
+    // barrier of the chunk before.
+    const int buffer = c % 2 * C::kWeightBytes;
+    float here_sum[C::kColumns][2];
     typename C::Element element;
+    bool exchange = c == 0;
+#pragma unroll 1
+    while (true) {
+      if (exchange) {
 #pragma unroll
-    for (int i = 0; i < C::kColumns; ++i) {
-      const float2 now = over_groups<C>(pairs + C::kMaxima + i * 4 * C::kPairPitch,
-                                        make_float2(maximum[i][0], maximum[i][1]), larger);
-      shrink[i][0] = exp2_fast(maximum[i][0] - now.x);
-      shrink[i][1] = exp2_fast(maximum[i][1] - now.y);
-      maximum[i][0] = now.x, maximum[i][1] = now.y;
-      float p[4];
+        for (int i = 0; i < C::kColumns; ++i) {
+          const float2 top =
+              make_float2(over_tokens(fmaxf(s[i][0], s[i][2]), larger) * a.scale_log2,
+                          over_tokens(fmaxf(s[i][1], s[i][3]), larger) * a.scale_log2);
+          if (lane < 4)
+            store_shared(pairs + C::kMaxima + i * 4 * C::kPairPitch + warp * 8, top);
+        }
+        sync_threads<C::kComputing>(kComputers);  // maxima are there, all have read their queries
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        p[j] = exp2_fast(fmaf(s[i][j], a.scale_log2, -maximum[i][j % 2]));
-      const uint32_t packed[2] = {pack(element, p[0], p[1]), pack(element, p[2], p[3])};
-      store_shared(my_weights + i * C::kTile, packed[0]);
-      store_shared(my_weights + i * C::kTile + C::kWeightPitch, packed[1]);
-      // Sums of the rounded weights: where values have something in common, roundings cancel.
-      const float2 first = unpack(element, packed[0]), second = unpack(element, packed[1]);
-      sum[i][0] = sum[i][0] * shrink[i][0] + first.x + second.x;
-      sum[i][1] = sum[i][1] * shrink[i][1] + first.y + second.y;
-    }
-    proxy_fence();  // P is read by the tensor cores' own path
-    if (last) {
+        for (int i = 0; i < C::kColumns; ++i) {
+          const float2 top =
+              over_groups<C>(pairs + C::kMaxima + i * 4 * C::kPairPitch,
+                             make_float2(reference[i][0], reference[i][1]), larger);
+          const float2 shrink = make_float2(exp2_fast(reference[i][0] - top.x),
+                                            exp2_fast(reference[i][1] - top.y));
+          sum[i][0] *= shrink.x, sum[i][1] *= shrink.y;
+          reference[i][0] = top.x, reference[i][1] = top.y;
+          if (warp == 0 && lane < 4)
+            store_shared(shared + C::kShrink + (i * 8 + thread_row) * 4, shrink);
+        }
+      }
+      float largest = 0;
 #pragma unroll
       for (int i = 0; i < C::kColumns; ++i) {
-        const float2 all = make_float2(over_tokens(sum[i][0], add), over_tokens(sum[i][1], add));
-        if (lane < 4) store_shared(pairs + C::kSums + i * 4 * C::kPairPitch + warp * 8, all);
+        float p[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          p[j] = exp2_fast(fmaf(s[i][j], a.scale_log2, -reference[i][j % 2]));
+        const uint32_t packed[2] = {pack(element, p[0], p[1]), pack(element, p[2], p[3])};
+        store_shared(my_weights + buffer + i * C::kTile, packed[0]);
+        store_shared(my_weights + buffer + i * C::kTile + C::kWeightPitch, packed[1]);
+        // Sums of the rounded weights: most of the roundings cancel in the quotient.
+        const float2 first = unpack(element, packed[0]), second = unpack(element, packed[1]);
+        here_sum[i][0] = first.x + second.x, here_sum[i][1] = first.y + second.y;
+        largest = fmaxf(largest, fmaxf(here_sum[i][0], here_sum[i][1]));
       }
+      proxy_fence();  // P is read by the tensor cores' own path
+      if (last) {
+#pragma unroll
+        for (int i = 0; i < C::kColumns; ++i) {
+          const float2 total = make_float2(over_tokens(sum[i][0] + here_sum[i][0], add),
+                                           over_tokens(sum[i][1] + here_sum[i][1], add));
+          if (lane < 4)
+            store_shared(pairs + C::kSums + i * 4 * C::kPairPitch + warp * 8, total);
+        }
+      }
+      // P, the group's values and, at last, sums are there. After an exchange no weight is large.
+      if (!sync_threads_or<C::kComputing>(kComputers, largest > kLargeWeight && !exchange)) break;
+      exchange = true;
     }
-    sync_threads<C::kComputing>(kComputers);  // P, the group's values and, at last, sums are there
     // All have left the slots but the last one: others may write there.
     if (last && splits > 1) cluster_arrive();
 #pragma unroll
-    for (int m = 0; m < C::kDimTiles; ++m)
+    for (int i = 0; i < C::kColumns; ++i) sum[i][0] += here_sum[i][0], sum[i][1] += here_sum[i][1];
+    if (exchange && c > 0) {
 #pragma unroll
-      for (int n = 0; n < C::kColumns; ++n)
+      for (int n = 0; n < C::kColumns; ++n) {
+        const float2 shrink = load_shared2(shared + C::kShrink + (n * 8 + thread_row) * 4);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) acc[m][n][j] *= shrink[n][j % 2];
+        for (int m = 0; m < C::kDimTiles; ++m)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) acc[m][n][j] *= j % 2 ? shrink.y : shrink.x;
+      }
+    }
 
     // 3. Values of all groups; zeros where there is no group.
     uint32_t v[C::kGroups][C::kDimTiles][4] = {};
@@ -520,7 +550,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
 #pragma unroll
     for (int g = 0; g < C::kGroups; ++g) {
       const uint64_t weights = wgmma_operand(
-          shared + C::kWeights + g * 2 * C::kWeightPitch, C::kWeightPitch, C::kTile);
+          shared + C::kWeights + buffer + g * 2 * C::kWeightPitch, C::kWeightPitch, C::kTile);
 #pragma unroll
       for (int t = 0; t < C::kDimTiles; ++t) wgmma(element, acc[t], v[g][t], weights);
     }
@@ -566,13 +596,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
 #pragma unroll
       for (int n = 0; n < C::kColumns; ++n)
         store_cluster(there + C::kPartStats + (split * C::kRows + n * 8 + thread_row) * 8,
-                      make_float4(maximum[n][0], total[n][0], maximum[n][1], total[n][1]),
+                      make_float4(reference[n][0], total[n][0], reference[n][1], total[n][1]),
                       there + C::kPartBarrier);
     }
     mbarrier_wait(shared + C::kPartBarrier, 0);  // all parts are there
 #pragma unroll
     for (int n = 0; n < C::kColumns; ++n) {
-      float top[2] = {maximum[n][0], maximum[n][1]};
+      float top[2] = {reference[n][0], reference[n][1]};
       const uint32_t stats = shared + C::kPartStats + (n * 8 + thread_row) * 8;
 #pragma unroll 1
       for (int from = 0; from < splits; ++from)
@@ -580,7 +610,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
           const float4 x = load_shared4(stats + from * C::kRows * 8);
           top[0] = fmaxf(top[0], x.x), top[1] = fmaxf(top[1], x.z);
         }
-      float grow[2] = {exp2_fast(maximum[n][0] - top[0]), exp2_fast(maximum[n][1] - top[1])};
+      float grow[2] = {exp2_fast(reference[n][0] - top[0]), exp2_fast(reference[n][1] - top[1])};
       total[n][0] *= grow[0], total[n][1] *= grow[1];
 #pragma unroll
       for (int t = 0; t < C::kDimTiles; ++t)

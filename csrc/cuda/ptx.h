@@ -125,6 +125,19 @@ template <int kThreads>
 DUSTIN_DEVICE void sync_threads(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
+// ... and get whether x is true for any of them.
+template <int kThreads>
+DUSTIN_DEVICE bool sync_threads_or(int barrier, bool x) {
+  int r;
+  asm volatile(
+      "{\n\t.reg .pred in, out;\n\tsetp.ne.s32 in, %1, 0;\n\t"
+      "bar.red.or.pred out, %2, %3, in;\n\tselp.s32 %0, 1, 0, out;\n\t}"
+      : "=r"(r)
+      : "r"(static_cast<int>(x)), "r"(barrier), "n"(kThreads)
+      : "memory");
+  return r;
+}
+
 // Registers of a thread; by all of four warps whose first is a multiple of four. Those that take
 // wait for those that give.
 template <int kRegisters>
@@ -265,6 +278,17 @@ DUSTIN_DEVICE void store_shared(uint32_t address, float4 x) {
                "f"(x.z), "f"(x.w)
                : "memory");
 }
+DUSTIN_DEVICE float load_shared(uint32_t address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+DUSTIN_DEVICE float2 load_shared2(uint32_t address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+  return x;
+}
+
 DUSTIN_DEVICE float4 load_shared4(uint32_t address) {
   float4 x;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"

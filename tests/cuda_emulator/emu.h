@@ -403,6 +403,7 @@ inline void mbarrier_init(uint32_t at, int count) {
 }
 inline void mbarrier_init_fence() {}
 template <int kThreads> void sync_threads(int id) { emu::barrier_of(id, kThreads, false); }
+template <int kThreads> bool sync_threads_or(int id, bool x) { return emu::barrier_of(id, kThreads, x); }
 template <int kRegisters> void give_registers() { emu::collective("setmaxnreg", nullptr, [](void**) {}); }
 template <int kRegisters> void take_registers() { give_registers<kRegisters>(); }
 inline void proxy_fence() { emu::current->fence = emu::block().epoch; }
@@ -553,6 +554,8 @@ inline void store_shared(uint32_t at, uint32_t x) { memcpy(emu::touch(at, 4, tru
 inline void store_shared(uint32_t at, float2 x) { memcpy(emu::touch(at, 8, true, emu::thread_id(), "st2"), &x, 8); }
 inline void store_shared(uint32_t at, float4 x) { memcpy(emu::touch(at, 16, true, emu::thread_id(), "st4"), &x, 16); }
 inline float4 load_shared4(uint32_t at) { float4 x; memcpy(&x, emu::touch(at, 16, false, emu::thread_id(), "ld4"), 16); return x; }
+inline float load_shared(uint32_t at) { float x; memcpy(&x, emu::touch(at, 4, false, emu::thread_id(), "ld"), 4); return x; }
+inline float2 load_shared2(uint32_t at) { float2 x; memcpy(&x, emu::touch(at, 8, false, emu::thread_id(), "ld2"), 8); return x; }
 inline uint32_t map_cluster(uint32_t at, int rank) { if ((int)(at >> 24) != emu::block().rank) emu::fail("mapa of a remote address"); return (at & 0xffffff) | (uint32_t)rank << 24; }
 inline void store_cluster(uint32_t at, float4 x, uint32_t barrier) {
   for (auto& b : emu::block().cluster->blocks) if (b.rank == (int)(at >> 24)) {

@@ -28,9 +28,13 @@ MUTANTS = {
         "  sync_threads<C::kComputing>(kComputers);  // the queries", "  // the queries"
     ),
     "no barrier for maxima": swap(
-        "chunk before.\n    sync_threads<C::kComputing>(kComputers);\n", "chunk before.\n"
+        "        sync_threads<C::kComputing>(kComputers);  // maxima", "        //"
     ),
-    "no barrier for P": swap("    sync_threads<C::kComputing>(kComputers);  // P", "    //"),
+    "no barrier for P": swap(
+        "if (!sync_threads_or<C::kComputing>(kComputers, largest > kLargeWeight && !exchange)) "
+        "break;",
+        "break;",
+    ),
     "no wait for the slot": swap(
         "if (c >= C::kSlots) mbarrier_wait(order.left(slot), c / C::kSlots - 1 & 1);", ""
     ),
@@ -40,12 +44,13 @@ MUTANTS = {
         "    if (c + C::kSlots < chunks && lane == 0) mbarrier_arrive(order.left(slot));\n    //",
     ),
     "no fence for the slot": swap("      proxy_fence();\n", ""),
-    "no fence for P": swap("    proxy_fence();  // P", "    // P"),
+    "no fence for P": swap("      proxy_fence();  // P", "      // P"),
     "which block, in a descriptor": swap("(address & 0x3ffff) >> 4", "address >> 4"),
     "the next block's tile": swap("tile - ((to *", "tile - (((to + 1) *"),
-    "the first maximum kept": swap("maximum[i][0] = now.x, maximum[i][1] = now.y;", ""),
-    "no shrinking of sums": swap("sum[i][0] * shrink[i][0]", "sum[i][0]"),
-    "no shrinking of outputs": swap("*= shrink[n][j % 2];", "*= 1;"),
+    "one buffer of P": swap("const int buffer = c % 2 * C::kWeightBytes;", "const int buffer = 0;"),
+    "large weights kept": swap("largest > kLargeWeight && !exchange", "false"),
+    "no shrinking of sums": swap("sum[i][0] *= shrink.x, sum[i][1] *= shrink.y;", ""),
+    "no shrinking of outputs": swap("*= j % 2 ? shrink.y : shrink.x;", "*= 1;"),
     "no mask": swap("s[i][j] = -INFINITY;", "s[i][j] *= 1;"),
     "no zeros past the end": swap("i < kGroup * (C::kDim / 8); i += 32)", "i < 0; i += 32)"),
     "no cluster wait": swap(
