@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -76,6 +78,10 @@ def test_soak(options, tmp_path):
     assert set(rough["refused"]) == set(soak.BAD_REQUESTS)
     assert result["bench_serve"]["completed"] == 12
     assert result["bench_serve"]["median_ttft_ms"] > 0
+    closed, opened = result["bench_serve"], result["open_loop"]
+    assert opened["completed"] == 12
+    assert opened["rate"] == opened["request_rate"] == closed["request_throughput"] / 2
+    assert (closed["max_concurrency"], opened["max_concurrency"]) == (8, None)
     metrics = result["metrics"]
     assert metrics["vllm:dustin_sparse_rows_total"] > 100
     assert metrics["vllm:num_preemptions_total"] > 0
@@ -113,8 +119,6 @@ def test_a_worker_that_is_killed_ends_the_server_with_a_clear_error(options, tmp
 
 @pytest.mark.engine
 def test_a_corrupted_profile_stops_the_server_at_its_start(options, tmp_path):
-    import dataclasses
-
     profile = tmp_path / "pair.json"
     profile.write_text('{"format": 1, "target": "this", "dr')
     broken = dataclasses.replace(options, dustin={"profile": str(profile)})
@@ -192,12 +196,99 @@ def test_memory_that_grows_is_told_from_memory_that_warms_up():
 
 def test_dustin_over_stock():
     results = {
-        mode: {"bench_serve": {"output_throughput": t, "median_ttft_ms": 50.0}}
+        mode: {
+            "bench_serve": {"output_throughput": t, "median_ttft_ms": 50.0},
+            "open_loop": {"rate": 2.0, "median_ttft_ms": t, "p99_ttft_ms": 9.0, "mean_tpot_ms": t},
+        }
         for mode, t in ((STOCK, 100.0), (DUSTIN, 150.0))
     }
-    assert soak.compare(results) == {"output_throughput": 1.5, "median_ttft_ms": 1.0}
+    assert soak.compare(results) == {
+        "output_throughput": 1.5,
+        "median_ttft_ms": 1.0,
+        "open_loop_median_ttft_ms": 1.5,
+        "open_loop_mean_tpot_ms": 1.5,
+    }
     assert soak.compare({DUSTIN: results[DUSTIN]}) == {}
     assert soak.compare({**results, STOCK: {"faults": ["it did not start"]}}) == {}
+
+
+def test_the_table_shows_ttft_at_the_rate():
+    opened = {"rate": 2.346, "median_ttft_ms": 71.0, "p99_ttft_ms": 82.0}
+    results = {STOCK: {"faults": ["it did not start"]}, DUSTIN: {"open_loop": opened}}
+    out = Console(file=io.StringIO(), width=200)
+    out.print(soak.make_table(results))
+    rows = [[cell.strip() for cell in line.split("│")] for line in out.file.getvalue().split("\n")]
+    assert ["", "TTFT at 2.35 requests/s, median, ms", "-", "71.0", ""] in rows
+    assert ["", "TTFT at 2.35 requests/s, 99 %, ms", "-", "82.0", ""] in rows
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[tuple[str, float | None]]:
+    """Modes and rates that ``measure`` is called with; no server runs, stock is slower."""
+    calls: list[tuple[str, float | None]] = []
+
+    def server(mode, options, folder):
+        alive = SimpleNamespace(poll=lambda: None)
+        return contextlib.nullcontext(
+            SimpleNamespace(mode=mode, url="", start_seconds=0, process=alive, text=str, tail=str)
+        )
+
+    def measure(server, options, folder, rate=None):
+        calls.append((server.mode, rate))
+        return {"request_throughput": {STOCK: 3.0, DUSTIN: 5.0}[server.mode]}
+
+    async def load(*_):
+        return soak.Tally(completed=1), []
+
+    monkeypatch.setattr(soak, "Server", server)
+    monkeypatch.setattr(soak, "measure", measure)
+    monkeypatch.setattr(soak, "load", load)
+    monkeypatch.setattr(soak, "drain", lambda _: sound()["metrics"])
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("modes", "rate", "used"),
+    [
+        ((STOCK, DUSTIN), None, 1.5),
+        ((DUSTIN, STOCK), None, 2.5),
+        ((DUSTIN,), None, 2.5),
+        ((STOCK, DUSTIN), 7.0, 7.0),
+    ],
+)
+def test_requests_arrive_at_one_rate_in_all_modes(options, measured, tmp_path, modes, rate, used):
+    path, quiet = tmp_path / "soak.json", Console(file=io.StringIO())
+    asked = dataclasses.replace(options, modes=modes, rate=rate)
+    assert soak.run_soak(asked, quiet, quiet, path) == 0, quiet.file.getvalue()
+    assert measured == [(mode, r) for mode in modes for r in (None, used)]
+    results = json.loads(path.read_text())["results"]
+    assert [results[mode]["open_loop"]["rate"] for mode in modes] == [used] * len(modes)
+
+
+def test_a_mode_that_failed_sets_no_rate(options):
+    failed = {"faults": ["it did not start"]}
+    assert soak.arrival_rate(options, [failed, {"bench_serve": {"request_throughput": 4.0}}]) == 2
+
+
+def test_the_loops_differ_only_in_how_requests_arrive(options, monkeypatch, tmp_path):
+    seen: list[list[str]] = []
+
+    def run(command, **_):
+        seen.append(command)
+        (tmp_path / "bench-serve.json").write_text(json.dumps({"completed": options.requests}))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(soak.subprocess, "run", run)
+    server = SimpleNamespace(url="http://127.0.0.1:1")
+    for rate in (None, 2.5):
+        soak.measure(server, options, tmp_path, rate)
+    closed, opened = seen
+    left = " ".join(a for a in closed if a not in opened)
+    assert left == "--max-concurrency 8 --num-warmups 2"
+    (salt,) = (a for a in opened if a.startswith("{"))
+    # Without it, the prompts would come from the prefix cache the second time.
+    assert json.loads(salt)["cache_salt"]
+    assert [a for a in opened if a not in closed] == ["--request-rate", "2.5", "--extra-body", salt]
 
 
 def test_the_server_of_each_mode(options):
@@ -222,11 +313,17 @@ def test_command_line(monkeypatch, tmp_path):
     command = ["bench", "soak", "--model", "m", "--draft", "d", "--seconds", "5", "--budget", "256"]
     command += ["--server-args", "--dtype float32 --port-like 'a b'", "--modes", "dustin"]
     command += ["--dustin-json", '{"recent": 32}', "--json", str(tmp_path / "out.json")]
+    command += ["--rate", "2.5"]
     assert CliRunner().invoke(app, command).exit_code == 1
     options = seen[0][0]
     assert (options.model, options.seconds, options.modes) == (Path("m"), 5.0, (DUSTIN,))
     assert options.dustin == {"budget": 256, "recent": 32}
+    assert options.rate == 2.5
     assert options.server == ("--dtype", "float32", "--port-like", "a b")
     assert seen[0][3] == tmp_path / "out.json"
-    for wrong in (["--modes", "plain"], ["--shortest", "9000"], ["--dustin-json", "[]"]):
-        assert CliRunner().invoke(app, [*command, *wrong]).exit_code == 2
+    wrongs = [["--modes", "plain"], ["--shortest", "9000"], ["--dustin-json", "[]"]]
+    wrongs += [["--rate", rate] for rate in ("0", "-1", "inf", "nan", "fast")]
+    for wrong in wrongs:
+        assert CliRunner().invoke(app, [*command, *wrong]).exit_code == 2, wrong
+    assert CliRunner().invoke(app, [*command[:-2]]).exit_code == 1
+    assert seen[-1][0].rate is None

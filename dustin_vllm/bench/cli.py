@@ -301,8 +301,15 @@ def soak(
         typer.Option(help="Measure on windows of this text (UTF-8). Default: random tokens."),
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, help="Of rough load, per mode.")] = 600,
-    requests: Annotated[int, typer.Option(min=1, help="Of the measured phase.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, help="Of each measured loop.")] = 64,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Requests/s of the open loop, which compares TTFT. Default: half of what the "
+            "first mode managed with --concurrency."
+        ),
+    ] = None,
     shortest: Annotated[int, typer.Option(min=1, help="Shortest prompt, tokens.")] = 512,
     longest: Annotated[int, typer.Option(min=2, help="Longest prompt, tokens.")] = 8192,
     answer: Annotated[int, typer.Option(min=4, help="Longest answer, tokens.")] = 128,
@@ -332,6 +339,8 @@ def soak(
 
     if shortest > longest:
         raise typer.BadParameter("must not be longer than --longest", param_hint="--shortest")
+    if rate is not None and not 0 < rate < float("inf"):
+        raise typer.BadParameter("must be more than 0, and finite", param_hint="--rate")
     options = SoakOptions(
         model=model,
         draft=draft,
@@ -340,6 +349,7 @@ def soak(
         seconds=seconds,
         requests=requests,
         concurrency=concurrency,
+        rate=rate,
         shortest=shortest,
         longest=longest,
         answer=answer,

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``dustin bench soak``: an OpenAI server under mixed load, with stock speculation and Dustin.
 
-Each mode gets a server of its own. First ``vllm bench serve`` measures throughput, TTFT and ITL
-of well-behaved requests. Then clients do what clients do for a while: ask for short and long
-answers, stream or wait, hang up in mid-stream, and send requests that must be refused. In the
-end nothing may have failed, no sequence may hold state or KV cache, memory must be flat and the
-server's log free of tracebacks.
+Each mode gets a server of its own. First ``vllm bench serve`` measures well-behaved requests
+twice. A closed loop, with a fixed number of requests in flight, shows throughput and ITL. Its
+TTFT does not compare modes: whoever decodes faster has more of these requests wait for their
+prefill. So in an open loop requests arrive at the same rate in all modes. Then clients do what
+clients do for a while: ask for short and long answers, stream or wait, hang up in mid-stream, and
+send requests that must be refused. In the end nothing may have failed, no sequence may hold state
+or KV cache, memory must be flat and the server's log free of tracebacks.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,8 +80,9 @@ class SoakOptions:
     modes: tuple[str, ...] = MODES
     text: Path | None = None  # prompts of the measured phase; None: random tokens
     seconds: float = 600
-    requests: int = 64  # of the measured phase
+    requests: int = 64  # of each loop of the measured phase
     concurrency: int = 8
+    rate: float | None = None  # requests/s of the open loop; None: half of the first closed loop's
     shortest: int = 512
     longest: int = 8192
     answer: int = 128  # longest answer
@@ -282,8 +285,22 @@ def dataset_arguments(options: SoakOptions, folder: Path) -> list[str]:
     return ["--dataset-name", "custom", "--dataset-path", str(path)]
 
 
-def measure(server: Server, options: SoakOptions, folder: Path) -> dict[str, Any]:
+def arrival_rate(options: SoakOptions, results: Iterable[Mapping[str, Any]]) -> float:
+    """Requests/s of the open loop: as asked for, or half of what the first closed loop managed."""
+    if options.rate is not None:
+        return options.rate
+    closed = next(result["bench_serve"] for result in results if "bench_serve" in result)
+    return closed["request_throughput"] / 2
+
+
+def measure(
+    server: Server, options: SoakOptions, folder: Path, rate: float | None = None
+) -> dict[str, Any]:
     """Run ``vllm bench serve`` against the server; what it says, without the single requests.
+
+    Args:
+        rate: requests/s that arrive (open loop); None: ``concurrency`` requests are always in
+            flight (closed loop), after two that warm the server up.
 
     Raises:
         BenchError: it failed, or requests did.
@@ -293,7 +310,11 @@ def measure(server: Server, options: SoakOptions, folder: Path) -> dict[str, Any
     command += ["--base-url", server.url, "--endpoint", "/v1/completions"]
     command += ["--model", NAME, "--served-model-name", NAME, "--tokenizer", str(options.model)]
     command += ["--num-prompts", str(options.requests), "--seed", str(options.seed)]
-    command += ["--max-concurrency", str(options.concurrency), "--num-warmups", "2"]
+    if rate is None:
+        command += ["--max-concurrency", str(options.concurrency), "--num-warmups", "2"]
+    else:
+        # The salt keeps the closed loop's prompts, which are the same, out of the prefix cache.
+        command += ["--request-rate", str(rate), "--extra-body", '{"cache_salt": "open loop"}']
     command += ["--ignore-eos", "--temperature", "0", "--disable-tqdm", "--save-result"]
     command += ["--result-dir", str(folder), "--result-filename", name]
     command += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99"]
@@ -304,7 +325,7 @@ def measure(server: Server, options: SoakOptions, folder: Path) -> dict[str, Any
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=3600,
+        timeout=3600 + (options.requests / rate if rate else 0),
         check=False,
     )
     if done.returncode:
@@ -539,8 +560,13 @@ def find_faults(mode: str, result: Mapping[str, Any], log: str, alive: bool) -> 
     return faults
 
 
-def soak(mode: str, options: SoakOptions, folder: Path) -> dict[str, Any]:
+def soak(
+    mode: str, options: SoakOptions, folder: Path, earlier: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     """One mode from start to end.
+
+    Args:
+        earlier: results of the modes before it, which decide at what rate requests arrive.
 
     Returns:
         Numbers, and "faults": a list that should be empty.
@@ -551,6 +577,8 @@ def soak(mode: str, options: SoakOptions, folder: Path) -> dict[str, Any]:
     with Server(mode, options, folder) as server:
         result: dict[str, Any] = {"start_seconds": server.start_seconds}
         result["bench_serve"] = measure(server, options, folder)
+        rate = arrival_rate(options, [*earlier.values(), result])
+        result["open_loop"] = {"rate": rate, **measure(server, options, folder, rate)}
         clients = Clients(mode, options, server.url)
         tally, samples = asyncio.run(load(clients, server, options.seconds))
         alive = server.process.poll() is None
@@ -575,12 +603,19 @@ def soak(mode: str, options: SoakOptions, folder: Path) -> dict[str, Any]:
 
 
 def compare(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Dustin over stock, of the measured phase; {} unless both ran."""
+    """Dustin over stock, of the measured phase; {} unless both ran. Names of the open loop's
+    numbers begin with ``open_loop_``."""
     if not all("bench_serve" in results.get(mode, {}) for mode in MODES):
         return {}
-    stock, ours = (results[mode]["bench_serve"] for mode in MODES)
-    names = ("output_throughput", "median_ttft_ms", "mean_ttft_ms", "median_itl_ms", "mean_tpot_ms")
-    return {name: ours[name] / stock[name] for name in names if stock.get(name)}
+    times = ("median_ttft_ms", "mean_ttft_ms", "mean_tpot_ms")
+    ratios: dict[str, float] = {}
+    for loop, prefix, names in (
+        ("bench_serve", "", ("output_throughput", "median_itl_ms", *times)),
+        ("open_loop", "open_loop_", times),
+    ):
+        stock, ours = (results[mode][loop] for mode in MODES)
+        ratios |= {prefix + name: ours[name] / stock[name] for name in names if stock.get(name)}
+    return ratios
 
 
 def make_table(results: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -599,12 +634,16 @@ def make_table(results: Mapping[str, Mapping[str, Any]]) -> Any:
             except (KeyError, TypeError):
                 yield "-"
 
+    rates = (f"{r['open_loop']['rate']:.3g}" for r in results.values() if "open_loop" in r)
+    at = f"TTFT at {next(rates, '-')} requests/s"
     rows = [
         ("output tokens/s", lambda r: r["bench_serve"]["output_throughput"], ".1f"),
         ("TTFT, median, ms", lambda r: r["bench_serve"]["median_ttft_ms"], ".1f"),
         ("TTFT, 99 %, ms", lambda r: r["bench_serve"]["p99_ttft_ms"], ".1f"),
         ("ITL, median, ms", lambda r: r["bench_serve"]["median_itl_ms"], ".2f"),
         ("time per output token, ms", lambda r: r["bench_serve"]["mean_tpot_ms"], ".2f"),
+        (f"{at}, median, ms", lambda r: r["open_loop"]["median_ttft_ms"], ".1f"),
+        (f"{at}, 99 %, ms", lambda r: r["open_loop"]["p99_ttft_ms"], ".1f"),
         ("completed under load", lambda r: r["rough"]["completed"], "d"),
         ("aborted", lambda r: r["rough"]["aborted"], "d"),
         ("refused as they must be", lambda r: sum(r["rough"]["refused"].values()), "d"),
@@ -632,7 +671,7 @@ def run_soak(
         errors.print(f"{mode} ...")
         with tempfile.TemporaryDirectory(prefix="dustin-soak-") as folder:
             try:
-                results[mode] = soak(mode, options, Path(folder))
+                results[mode] = soak(mode, options, Path(folder), results)
             except BenchError as error:
                 results[mode] = {"faults": [str(error)]}
         for fault in results[mode]["faults"]:
