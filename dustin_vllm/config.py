@@ -308,10 +308,11 @@ def read_config(additional_config: Any, pair: PairShape | None = None) -> Dustin
     if name is None:
         return config
     settings = load_profile(name).settings
-    if "lookahead" in settings and "budget" in settings and "budget" in data:
-        # Found as a share of the profile's budget: at another one it keeps its share.
-        share = settings["lookahead"] / settings["budget"]
-        settings = {**settings, "lookahead": round(share * config.budget)}
+    if "budget" in settings and "budget" in data:
+        # Found as shares of the profile's budget: at another one they keep their share.
+        share = config.budget / settings["budget"]
+        scaled = {k: settings[k] for k in ("lookahead", "wide_budget") if settings.get(k)}
+        settings = {**settings, **{k: round(share * v) for k, v in scaled.items()}}
     return _parse(DustinConfig, {**settings, **data, "profile": name}, where)
 
 
@@ -322,6 +323,15 @@ def profile_note(config: DustinConfig) -> str:
     if load_profile(config.profile).calibrated:
         return f"profile {config.profile}"
     return f"profile {config.profile}, not calibrated: default heads"
+
+
+def wide_note(settings: Settings) -> str:
+    """What the log says about wide layers."""
+    layers = settings.config.wide_layers
+    if not layers:
+        return ""
+    listed = ", ".join(map(str, sorted(layers)))
+    return f" (layers {listed}: {settings.largest.budget_units})"
 
 
 @dataclass(frozen=True)
@@ -834,6 +844,8 @@ def describe(
         "budget_units": settings.target.budget_units,
         "lookahead_units": settings.target.lookahead_units,
         "draft_budget_units": None if settings.draft is None else settings.draft.budget_units,
+        "wide_layers": sorted(settings.config.wide_layers),
+        "wide_budget_units": settings.largest.budget_units if settings.config.wide_layers else None,
         "dilation_tokens": settings.dilation_tokens,
         "target_scoring_heads": {str(i): heads for i, heads in settings.target_heads.layers},
         "draft_scoring_heads": {str(i): heads for i, heads in settings.draft_heads.layers},

@@ -480,11 +480,12 @@ def attach(runner: Any) -> None:
             group.get_metadata_builder().draft_only = True
     runner.dustin = runtime
     logger.info(
-        "Dustin: budget %d tokens in %d units of %d, scoring heads %d of the target and %d of the "
-        "draft (%s)",
+        "Dustin: budget %d tokens in %d units of %d%s, scoring heads %d of the target and %d of "
+        "the draft (%s)",
         settings.config.budget,
         settings.target.budget_units,
         settings.unit,
+        config.wide_note(settings),
         settings.target_heads.num_heads,
         settings.draft_heads.num_heads,
         config.profile_note(settings.config),

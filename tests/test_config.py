@@ -240,7 +240,9 @@ def test_wide_layers_have_a_budget_of_their_own(target, draft):
     assert settings.groups == (settings.target, settings.second)
     settings = config.resolve(build(target, draft, {**wide, "wide_budget": 288}))
     assert settings.second == config.LayerGroup("wide", 9, 3)
-    assert config.resolve(build(target, draft, {})).second is None
+    assert config.wide_note(settings) == " (layers 1, 3: 9)"
+    plain = config.resolve(build(target, draft, {}))
+    assert (plain.second, config.wide_note(plain)) == (None, "")
 
 
 @pytest.mark.parametrize(("budget", "said"), [(2048, True), (1024, False)])
@@ -318,7 +320,11 @@ def test_describe(target, draft):
     shown = config.describe(str(target), str(draft), {"dustin": {"budget": 512}})
     assert shown["budget_units"] == 16
     assert shown["target_scoring_heads"] == {"2": (0, 1, 2, 3)}
+    assert (shown["wide_layers"], shown["wide_budget_units"]) == ([], None)
     json.dumps(shown)
+    wide = {"budget": 512, "wide_layers": [2]}
+    shown = config.describe(str(target), str(draft), {"dustin": wide})
+    assert (shown["wide_layers"], shown["wide_budget_units"]) == ([2], 64)
     with pytest.raises(ConfigError, match="budget"):
         config.describe(str(target), str(draft), {"dustin": {"budget": 0}})
 
@@ -355,6 +361,7 @@ def test_a_profile_is_used_when_the_shapes_match(target, draft, tmp_path, monkey
     }
     profile_file(files["a-default"], match=match, settings={"sinks": 9})
     settings = {"budget": 512, "lookahead": 128, "target_heads": heads}
+    settings |= {"wide_layers": [1], "wide_budget": 1536}
     profile_file(files["b-calibrated"], match=match, calibrated=True, settings=settings)
     profile_file(files["c-other"], match=other, calibrated=True)
     profile_file(files["d-unnamed"], calibrated=True)
@@ -368,9 +375,10 @@ def test_a_profile_is_used_when_the_shapes_match(target, draft, tmp_path, monkey
     assert used.target_heads == HeadSet(((1, (0, 1, 2, 3)),))
     assert used.target.lookahead_units == 4
     assert config.profile_note(used.config) == "profile b-calibrated"
-    # The user's settings come first, and lookahead keeps its share of the budget.
+    # The user's settings come first; lookahead and wide_budget keep their share of the budget.
     larger = resolved(budget=1024, sinks=2)
     assert (larger.config.budget, larger.config.sinks, larger.config.lookahead) == (1024, 2, 256)
+    assert larger.config.wide_budget == 3072
     assert resolved(budget=1024, lookahead=64).config.lookahead == 64
     none = resolved(profile=None)
     assert (none.config.profile, none.config.budget) == (None, 1024)
