@@ -528,7 +528,7 @@ def test_mixed_requests(make_llm, target, draft, spy):
     count = serve_mixed_requests(llm, PROMPTS, seconds=0, at_least=60)
     assert count["aborted"] > 3
     stats = runtime_of(llm).stats()
-    assert stats["sparse_rows"] == spy.sparse_rows > 100
+    assert stats["sparse_rows"] == spy.sparse_rows > 50  # about 100; sampled tokens decide
     for reason in ("prefill", "short_context"):
         assert stats["dense_rows"][reason] > 20
 
