@@ -387,6 +387,7 @@ class Settings:
     # Target layers with a selection of their own: the deeper half (split), or wide_layers.
     second: LayerGroup | None = None
     second_layers: frozenset[int] = frozenset()
+    target_layers: int = 1
 
     @property
     def publishes_prompts_only(self) -> bool:
@@ -401,8 +402,15 @@ class Settings:
     @property
     def largest(self) -> LayerGroup:
         """The target's group that reads most: shorter contexts are verified densely."""
-        named = [group for group in (self.target, self.second) if group is not None]
-        return max(named, key=lambda group: group.budget_units)
+        return self.second or self.target  # a second one reads no less
+
+    @property
+    def target_units(self) -> float:
+        """Units that a sparse row reads in a layer of the target, on average."""
+        if self.second is None:
+            return self.target.budget_units
+        more = self.second.budget_units - self.target.budget_units
+        return self.target.budget_units + more * len(self.second_layers) / self.target_layers
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -558,12 +566,12 @@ def warnings(vllm_config: VllmConfig, settings: Settings) -> list[str]:
             f"dustin.budget={settings.config.budget} is small: below {MIN_SENSIBLE_BUDGET} quality "
             "is known to suffer"
         )
-    longest, wide = vllm_config.model_config.max_model_len, settings.second
-    if settings.config.wide_layers and wide and wide.budget_units * settings.unit >= longest:
+    longest = vllm_config.model_config.max_model_len
+    read = settings.largest.budget_units * settings.unit
+    if settings.config.wide_layers and read >= longest:
         found.append(
             f"no context of max_model_len={longest} tokens is longer than the budget of "
-            f"dustin.wide_layers ({wide.budget_units * settings.unit}): nothing will be sparse; "
-            "lower wide_budget"
+            f"dustin.wide_layers ({read}): nothing will be sparse; lower wide_budget"
         )
     if settings.config.profile is not None:
         profile = load_profile(settings.config.profile)
@@ -706,6 +714,7 @@ def settings_of(
         draft=_draft_group(config, unit, target_group),
         second=second,
         second_layers=second_layers,
+        target_layers=pair.target.layers,
         target_heads=heads[0],
         draft_heads=heads[1],
         draft_replicated=draft_replicated,

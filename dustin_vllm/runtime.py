@@ -26,7 +26,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from dustin_vllm import config, metrics, policies, selection
-from dustin_vllm.config import HeadSet, LayerGroup, Settings
+from dustin_vllm.config import HeadSet, Settings
 from dustin_vllm.proposer import DustinProposer
 from dustin_vllm.state import Counters, DenseReason, LoopReason, Mode, SequenceScores, Slot
 
@@ -110,12 +110,9 @@ class Row:
 class DustinRuntime(ABC):
     """State of one worker and the decisions of one step, see the module docstring."""
 
-    def __init__(
-        self, runner: Any, settings: Settings, device: torch.device, num_layers: int
-    ) -> None:
+    def __init__(self, runner: Any, settings: Settings, device: torch.device) -> None:
         self.runner = runner
         self.settings = settings
-        self.num_layers = num_layers  # of the target
         self.counters = Counters()
         self.scores = self._new_scores(device)
         self.rows: list[Row] = []
@@ -350,7 +347,11 @@ class DustinRuntime(ABC):
             counters.verification_rows += 1
             counters.sparse_rows += dense is None
             counters.kv_tokens_full += seq_len
-            counters.kv_tokens_read += seq_len if dense else self._sparse_length(context, seq_len)
+            counters.kv_tokens_read += (
+                seq_len
+                if dense
+                else self._sparse_length(self.settings.target_units, context, seq_len)
+            )
         needs_selection = seq_len >= request.num_tokens and not self._is_short(seq_len)
         return Row(slot, request, context, seq_len, dense, drafts_sparsely, needs_selection, start)
 
@@ -385,17 +386,10 @@ class DustinRuntime(ABC):
         too_few = context // settings.unit <= settings.largest.budget_units
         return too_few or context < settings.config.dense_below
 
-    def _sparse_length(self, context: int, seq_len: int, group: LayerGroup | None = None) -> int:
-        """Tokens that a sparse row reads in layers of a group, None: in the target's on average:
-        the selection and the tail."""
-        settings, unit = self.settings, self.settings.unit
-        tail = seq_len - context // unit * unit
-        if group is not None or settings.second is None:
-            return (group or settings.target).budget_units * unit + tail
-        seconds, layers = len(settings.second_layers), self.num_layers
-        units = settings.second.budget_units * seconds
-        units += settings.target.budget_units * (layers - seconds)
-        return round(units * unit / layers) + tail
+    def _sparse_length(self, units: float, context: int, seq_len: int) -> int:
+        """Tokens that a sparse row reads: so many selected units and the tail."""
+        unit = self.settings.unit
+        return round(units * unit) + seq_len - context // unit * unit
 
     def count_verified(self, rejected: dict[Mode, int]) -> None:
         """Count the verifications of this step and the tokens they confirmed.
@@ -419,7 +413,7 @@ class DustinRuntime(ABC):
             if row.drafts_sparsely:
                 self.counters.draft_kv_tokens_full += seq_len
                 self.counters.draft_kv_tokens_read += self._sparse_length(
-                    row.context, seq_len, group
+                    group.budget_units, row.context, seq_len
                 )
 
     def publish(self, rows: list[Row]) -> None:

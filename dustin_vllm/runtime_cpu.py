@@ -133,7 +133,7 @@ class CpuRuntime(DustinRuntime):
         target_layers: dict[int, Any],
         draft_layers: dict[int, Any],
     ) -> None:
-        super().__init__(runner, settings, torch.device("cpu"), len(target_layers))
+        super().__init__(runner, settings, torch.device("cpu"))
         layout = builder.isa  # the instruction set decides how keys are packed
         if layout not in LAYOUTS:
             raise config.ConfigError(

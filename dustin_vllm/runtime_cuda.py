@@ -427,7 +427,7 @@ class CudaRuntime(DustinRuntime):
         target_layers: dict[int, Any],
         draft_layers: dict[int, Any],
     ) -> None:
-        super().__init__(runner, settings, runner.device, len(target_layers))
+        super().__init__(runner, settings, runner.device)
         self.buffers = reserve(runner.vllm_config, runner.device)
         self.target_layers = target_layers
         self.draft_layers = draft_layers

@@ -125,6 +125,7 @@ class FakeEngine:
             draft=draft,
             second=groups[second] if second else None,
             second_layers=frozenset({1} if second else ()),
+            target_layers=2,
             target_heads=HeadSet(((0, (1,)), (1, (0, 1, 2, 3)))),
             draft_heads=HeadSet(((0, (0, 3)),)),
         )
