@@ -525,10 +525,10 @@ def test_mixed_requests(make_llm, target, draft, spy):
         num_gpu_blocks_override=40,
         max_model_len=1024,
     )
-    count = serve_mixed_requests(llm, PROMPTS, seconds=0, at_least=60)
+    count = serve_mixed_requests(llm, PROMPTS, seconds=0, at_least=90)
     assert count["aborted"] > 3
     stats = runtime_of(llm).stats()
-    assert stats["sparse_rows"] == spy.sparse_rows > 50  # about 100; sampled tokens decide
+    assert stats["sparse_rows"] == spy.sparse_rows > 100
     for reason in ("prefill", "short_context"):
         assert stats["dense_rows"][reason] > 20
 
