@@ -278,11 +278,6 @@ DUSTIN_DEVICE void store_shared(uint32_t address, float4 x) {
                "f"(x.z), "f"(x.w)
                : "memory");
 }
-DUSTIN_DEVICE float load_shared(uint32_t address) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-  return x;
-}
 DUSTIN_DEVICE float2 load_shared2(uint32_t address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");

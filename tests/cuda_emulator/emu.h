@@ -554,7 +554,6 @@ inline void store_shared(uint32_t at, uint32_t x) { memcpy(emu::touch(at, 4, tru
 inline void store_shared(uint32_t at, float2 x) { memcpy(emu::touch(at, 8, true, emu::thread_id(), "st2"), &x, 8); }
 inline void store_shared(uint32_t at, float4 x) { memcpy(emu::touch(at, 16, true, emu::thread_id(), "st4"), &x, 16); }
 inline float4 load_shared4(uint32_t at) { float4 x; memcpy(&x, emu::touch(at, 16, false, emu::thread_id(), "ld4"), 16); return x; }
-inline float load_shared(uint32_t at) { float x; memcpy(&x, emu::touch(at, 4, false, emu::thread_id(), "ld"), 4); return x; }
 inline float2 load_shared2(uint32_t at) { float2 x; memcpy(&x, emu::touch(at, 8, false, emu::thread_id(), "ld2"), 8); return x; }
 inline uint32_t map_cluster(uint32_t at, int rank) { if ((int)(at >> 24) != emu::block().rank) emu::fail("mapa of a remote address"); return (at & 0xffffff) | (uint32_t)rank << 24; }
 inline void store_cluster(uint32_t at, float4 x, uint32_t barrier) {
