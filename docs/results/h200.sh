@@ -98,10 +98,13 @@ eval_tokens() { # single tokens, as by default here
   evaluate "$1" --context 16384,28672 --granularity token --policies dustin --tasks passkey,multikey,qa,copy,edit,continuation \
     --samples 16 --max-seconds "${MAX:-300}" "${@:2}"
 }
-part_eval_one_budget() { eval_tokens eval-one-budget-h200 --budget 1024,1408; }
 part_eval_wide() { # three of 24 layers read 4096: 1408 on average
   eval_tokens eval-wide-h200 --budget 1024 --dustin-json '{"wide_layers": [16, 21, 22]}'
 }
+part_eval_wide_8192() { # 1920 on average
+  eval_tokens eval-wide-8192-h200 --budget 1024 --tasks continuation --dustin-json '{"wide_layers": [16, 21, 22], "wide_budget": 8192}'
+}
+part_eval_one_budget() { eval_tokens eval-one-budget-h200 --budget 1024,1408,1920 --tasks continuation; } # of as many reads
 part_calibrate_wide() { calibrate calibrate-qwen-coder-0.5b-wide-h200 --context 8192 --tokens --windows 16 --held-out 16 --wide 3 --max-seconds 900; }
 part_eval_drift() { evaluate eval-drift-h200 --context 16384 --tasks drift --drift-samples 8 --policies dustin,streaming --budget 1024 --max-seconds 300; }
 part_eval_budgets() {
