@@ -25,7 +25,10 @@ def library(tmp_path_factory):
     if CUDA:
         return cuda_ops.load(cuda_ops.build())
     folder = tmp_path_factory.mktemp("emulator")
-    (folder / "all.cpp").write_text('#include "emu.h"\n#include "attention.cu"\n')
+    # What may be read early, test.cpp checks.
+    (folder / "all.cpp").write_text(
+        '#include "emu.h"\n#include "attention.cu"\nstatic bool early = emu::early_ok = true;\n'
+    )
     command = ["g++", "-std=c++17", "-O1", "-w", "-mf16c", "-shared", "-fPIC"]
     command += ["-I", str(HERE / "cuda_emulator"), "-I", str(cuda_ops.sources()[0].parent)]
     subprocess.run([*command, "-o", "all.so", "all.cpp"], cwd=folder, check=True)

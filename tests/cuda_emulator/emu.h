@@ -58,7 +58,7 @@ struct Fiber {
   bool waited = false;
   void* sp = nullptr; State state = kReady; Warp* warp = nullptr; int lane = 0, id = 0;
   std::vector<Copy> open; std::deque<std::vector<Copy>> groups;
-  int fence = -1, cluster_phase = 0, barrier = 0; bool arrived = false;
+  int fence = -1, cluster_phase = 0, barrier = 0; bool arrived = false, unfenced = false;  // has read tiles since its last proxy fence
   std::map<uint32_t, int> phases;  // of barriers that this thread has seen the end of
 };
 struct Shadow { int we = -1, wt = -1, wwe = 0, re = -1, rt = -1, rwe = 0, rw = -1, pending = 0, last = -1; uint32_t barrier = 0, warps = 0; int phase = 0; bool init = false, async = false; };  // epochs, threads
@@ -406,7 +406,7 @@ template <int kThreads> void sync_threads(int id) { emu::barrier_of(id, kThreads
 template <int kThreads> bool sync_threads_or(int id, bool x) { return emu::barrier_of(id, kThreads, x); }
 template <int kRegisters> void give_registers() { emu::collective("setmaxnreg", nullptr, [](void**) {}); }
 template <int kRegisters> void take_registers() { give_registers<kRegisters>(); }
-inline void proxy_fence() { emu::current->fence = emu::block().epoch; }
+inline void proxy_fence() { emu::current->fence = emu::block().epoch; emu::current->unfenced = false; }
 // Barriers' memory is read: a barrier initialised by another thread needs synchronisation.
 inline void mbarrier_arrive_expect(uint32_t at, int bytes) {
   emu::touch(at, 8, false, emu::thread_id(), "mbarrier.arrive");
@@ -419,6 +419,7 @@ inline void mbarrier_arrive_expect(uint32_t at, int bytes) {
 // block, which it is not, so that some races after it go unnoticed.
 inline void mbarrier_arrive(uint32_t at) {
   emu::touch(at, 8, false, emu::thread_id(), "mbarrier.arrive");
+  for (auto& f : emu::current->warp->lanes) if (f.unfenced) { emu::fail("gives memory back without a proxy fence"); break; }
   auto& m = *emu::mbarrier(at);
   if (m.pending-- == 0) emu::fail("too many arrivals at a barrier");
   if (m.pending == 0) ++emu::block().epoch;
@@ -463,7 +464,7 @@ template <bool kTrans> void emu_ldmatrix(uint32_t (&r)[4], uint32_t address) {
   struct A { uint32_t address; uint32_t* r; emu::Fiber* f; } a{address, r, emu::current};
   emu::collective(kTrans ? "ldmatrix.trans" : "ldmatrix", &a, [](void** v) {
     uint16_t m[4][8][8]; uint32_t t[32];
-    for (int l = 0; l < 32; ++l) { A* a = (A*)v[l]; t[l] = a->address; memcpy(m[l / 8][l % 8], emu::touch(a->address, 16, false, emu::thread_id(*a->f), "ldmatrix"), 16); }
+    for (int l = 0; l < 32; ++l) { A* a = (A*)v[l]; a->f->unfenced = true; t[l] = a->address; memcpy(m[l / 8][l % 8], emu::touch(a->address, 16, false, emu::thread_id(*a->f), "ldmatrix"), 16); }
     emu::count_conflicts(t, 32, 16, emu::stats.ldmatrix, emu::stats.ldmatrix_extra);
     for (int l = 0; l < 32; ++l) for (int j = 0; j < 4; ++j) {
       int i = l / 4, k = 2 * (l % 4);
@@ -592,5 +593,7 @@ template <class A> int cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*ke
   if (!stacks) stacks = (char*)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   for (unsigned z = 0; z < c->gridDim.z; ++z) for (unsigned y = 0; y < c->gridDim.y; ++y)
     emu::launch_cluster(cluster, y, z, c->dynamicSmemBytes, [&] { kernel(a); }, stacks, stack);
-  return 0;
+  if (emu::errors.empty()) return cudaSuccess;
+  fprintf(stderr, "  %s\n", emu::errors.front().c_str());
+  return 999;
 }
