@@ -14,9 +14,11 @@
 //
 // Products are transposed, so that the few query rows are the dimension padded to 8 and not 16:
 //   1. S^T = K Q^T of a group by each warp, with the queries in registers as far as they fit.
-//   2. P = exp2(S - reference), to shared memory, and a barrier. The reference of the first chunk
-//      is its maximum, which takes another barrier to find; later ones keep it, as it need not be
-//      the maximum: only where a weight is large are maxima exchanged again.
+//   2. P = exp2(S - reference), to shared memory, and a barrier. Each weight goes there as two
+//      numbers, itself rounded and what that leaves: rounding weights to 16 bits costs more
+//      accuracy than anything else would. The reference of the first chunk is its maximum, which
+//      takes a barrier to find; later ones keep it, as it need not be the maximum: only where a
+//      weight is large are maxima exchanged again.
 //   3. O^T = V^T P^T, by four warps together (wgmma): V^T from registers, P from shared memory. A
 //      warp takes 16 or 32 dimensions of all tokens, so that no sums over warps follow the last
 //      byte. wgmma reads K's and V's rows only in layouts that these copies cannot make, so step 1,
@@ -122,7 +124,7 @@ struct Config {
   // of its rows by 16 bytes; the pitch spreads the reads over all banks.
   static constexpr int kPairPitch = kGroups * 8 + 16, kPairBytes = kRows / 2 * kPairPitch;
 
-  static constexpr int kWeights = 0;  // of even and odd chunks
+  static constexpr int kWeights = 0;  // rounded, and then what rounding left
   // Queries that stay in registers make room for P.
   static constexpr bool kAllHeld = kHeld == kDim / 32;
   static constexpr int kQueries = kAllHeld ? 0 : 2 * kWeightBytes;
@@ -461,9 +463,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
       for (int i = 0; i < C::kColumns; ++i) s[i][0] = s[i][1] = s[i][2] = s[i][3] = -INFINITY;
     }
 
-    // 2. Logits to P. Buffers take turns: all have left the one that is written here before the
-    // barrier of the chunk before.
-    const int buffer = c % 2 * C::kWeightBytes;
+    // 2. Logits to P, when all have read that of the chunk before.
+    if (c > 0) sync_threads<C::kComputing>(kComputers);  // P of the chunk before
     float here_sum[C::kColumns][2];
     typename C::Element element;
     bool exchange = c == 0;
@@ -499,12 +500,17 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           p[j] = exp2_fast(fmaf(s[i][j], a.scale_log2, -reference[i][j % 2]));
-        const uint32_t packed[2] = {pack(element, p[0], p[1]), pack(element, p[2], p[3])};
-        store_shared(my_weights + buffer + i * C::kTile, packed[0]);
-        store_shared(my_weights + buffer + i * C::kTile + C::kWeightPitch, packed[1]);
-        // Sums of the rounded weights: most of the roundings cancel in the quotient.
-        const float2 first = unpack(element, packed[0]), second = unpack(element, packed[1]);
-        here_sum[i][0] = first.x + second.x, here_sum[i][1] = first.y + second.y;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float* x = p + half * 2;
+          const uint32_t target = my_weights + i * C::kTile + half * C::kWeightPitch;
+          const uint32_t packed = pack(element, x[0], x[1]);
+          const float2 rounded = unpack(element, packed);
+          store_shared(target, packed);
+          store_shared(target + C::kWeightBytes,
+                       pack(element, x[0] - rounded.x, x[1] - rounded.y));
+        }
+        here_sum[i][0] = p[0] + p[2], here_sum[i][1] = p[1] + p[3];
         largest = fmaxf(largest, fmaxf(here_sum[i][0], here_sum[i][1]));
       }
       proxy_fence();  // P is read by the tensor cores' own path
@@ -549,10 +555,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     wgmma_begin();
 #pragma unroll
     for (int g = 0; g < C::kGroups; ++g) {
-      const uint64_t weights = wgmma_operand(
-          shared + C::kWeights + buffer + g * 2 * C::kWeightPitch, C::kWeightPitch, C::kTile);
 #pragma unroll
-      for (int t = 0; t < C::kDimTiles; ++t) wgmma(element, acc[t], v[g][t], weights);
+      for (int part = 0; part < 2; ++part) {
+        const uint64_t weights =
+            wgmma_operand(shared + C::kWeights + part * C::kWeightBytes + g * 2 * C::kWeightPitch,
+                          C::kWeightPitch, C::kTile);
+#pragma unroll
+        for (int t = 0; t < C::kDimTiles; ++t) wgmma(element, acc[t], v[g][t], weights);
+      }
     }
     wgmma_end();
     // Who copies to the slot next may. What has been read by ordinary instructions must be told to
@@ -742,8 +752,9 @@ extern "C" int dustin_paged_attention(
   int tuning = variant & kTuning;
   if (variant < 0 || variant > (kTuning | kEarlyTable) || tuning > kNumTunings) return kBadVariant;
   if (rows <= 0 || kv_heads <= 0 || max_queries <= 0) return kOk;
-  // A cluster's blocks wait for one another: each is to be fast. Measured on an H200.
-  if (tuning == 0) tuning = num_splits > 1 ? 1 : 2;
+  // A cluster's blocks wait for one another: two are each to be fast. Four whole multiprocessors
+  // next to each other are seldom free for all.
+  if (tuning == 0) tuning = num_splits == 2 ? 1 : 2;
   Arguments a = {};
   a.out = static_cast<uint16_t*>(out);
   a.queries = static_cast<const uint16_t*>(queries);

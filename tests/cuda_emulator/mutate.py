@@ -47,7 +47,7 @@ MUTANTS = {
     "no fence for P": swap("      proxy_fence();  // P", "      // P"),
     "which block, in a descriptor": swap("(address & 0x3ffff) >> 4", "address >> 4"),
     "the next block's tile": swap("tile - ((to *", "tile - (((to + 1) *"),
-    "one buffer of P": swap("const int buffer = c % 2 * C::kWeightBytes;", "const int buffer = 0;"),
+    "P of the chunk before": swap("if (c > 0) sync_threads<C::kComputing>(kComputers);", ""),
     "large weights kept": swap("largest > kLargeWeight && !exchange", "false"),
     "no shrinking of sums": swap("sum[i][0] *= shrink.x, sum[i][1] *= shrink.y;", ""),
     "no shrinking of outputs": swap("*= j % 2 ? shrink.y : shrink.x;", "*= 1;"),
