@@ -31,16 +31,15 @@ part_attention() {
 part_attention_hnd() {
   bench attention --preset 72b --batch 4,16,32 --budget 512 --granularity block --layout HND --json "$out/attention-72b-hnd-h200.json"
 }
-part_attention_tunings() { # both of the CUDA kernel, with every number of splits
-  for tuning in 1 2; do
-    TUNING=$tuning python3 -c 'import functools, os
+part_attention_tunings() { # TUNINGS of the CUDA kernel, each with every number of splits
+  TUNINGS="${TUNINGS:-1 2}" python3 -c 'import functools, os
 from dustin_vllm.bench import kernels
 from dustin_vllm.cli import app
-made = functools.partial(kernels.cuda_attention, tuning=int(os.environ["TUNING"]))
 kernels.KERNELS.clear()
-kernels.KERNELS["cuda"] = kernels.Kernel(made, (1, 2, 4, 8))
-app()' bench attention --preset 72b --batch 4,8,16 --budget 512 --granularity block --json "$out/attention-72b-tuning-$tuning-h200.json"
-  done
+for tuning in os.environ["TUNINGS"].split():
+    made = functools.partial(kernels.cuda_attention, tuning=int(tuning))
+    kernels.KERNELS[f"tuning {tuning}"] = kernels.Kernel(made, (1, 2, 4, 8))
+app()' bench attention --preset 72b --batch 4,16,32 --budget 512 --granularity block --json "$out/attention-72b-tunings-h200.json"
 }
 part_7b() { engine engine-7b-h200 --preset 7b --fill-kv --modes plain,stock,loop,dustin; }
 with_kernel() { # our attention kernels in the engine
