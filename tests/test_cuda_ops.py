@@ -53,7 +53,7 @@ def test_attention(launch, dtype, head_dim, group, page_size, num_splits) -> Non
 
 
 @pytest.mark.parametrize("queries", [1, 2, 6, 8])
-@pytest.mark.parametrize("tuning", range(13))
+@pytest.mark.parametrize("tuning", [0, 1, 2])
 @pytest.mark.parametrize("num_splits", [1, 2, 8])
 def test_attention_of_every_tuning(launch, queries, tuning, num_splits) -> None:
     lens = [queries, queries + 1, 129, 1300]
@@ -64,27 +64,6 @@ def test_attention_of_every_tuning(launch, queries, tuning, num_splits) -> None:
 @pytest.mark.parametrize("page_size", [16, 32])
 def test_attention_of_the_other_layout(launch, page_size) -> None:
     check_attention(LENS, NEW, torch.bfloat16, 128, 2, 8, page_size, 1, "hnd", launch)
-
-
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_weights_are_not_rounded(launch, num_splits) -> None:
-    """Of the result's error, rounding the output is nearly all."""
-    length, queries, group, head_dim = 530, 5, 8, 128
-    cache = torch.randn(length, 1, 1, 2 * head_dim).bfloat16()
-    keys, values = cache.split(head_dim, dim=-1)
-    asked = torch.randn(queries, group, head_dim).bfloat16()
-    out = torch.full_like(asked, torch.nan)
-    table = torch.randperm(length).int()[None]
-    launch(
-        *(out, asked, keys, values, table, int32([length]), int32([0, queries]), queries),
-        *(head_dim**-0.5, num_splits),
-    )
-    keys, values = (x[table[0].long(), 0, 0].double() for x in (keys, values))
-    logits = torch.einsum("qhd,kd->hqk", asked.double(), keys) * head_dim**-0.5
-    seen = torch.arange(length) < length - queries + 1 + torch.arange(queries)[:, None]
-    exact = torch.einsum("hqk,kd->qhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), values)
-    rounding = (exact.bfloat16().double() - exact).norm()
-    assert (out.double() - exact).norm() < 1.03 * rounding
 
 
 def test_what_does_not_fit_is_refused(launch) -> None:

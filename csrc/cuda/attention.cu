@@ -9,20 +9,18 @@
 //
 // Keys and values of a token and head lie next to each other: one bulk copy brings both, so that
 // pages of one token are as fast as longer ones. It is issued by one instruction, but a warp
-// issues only one in some 40 ns, and waits where the memory is busy. So some warps do nothing but
+// issues only one in some 40 ns, and waits where the memory is busy. So four warps do nothing but
 // copy, as far ahead as shared memory allows, and the others have their registers.
 //
-// Products are by four warps together (wgmma), and transposed, so that the few query rows are the
-// dimension padded to 8 and not 64:
-//   1. S^T = K Q^T, a warp's group from registers, as wgmma reads K's rows only in layouts that
-//      these copies cannot make, and Q from shared memory.
-//   2. P = exp2(S - reference), to shared memory, and a barrier. It takes the place of the group's
-//      keys, which nobody reads any more. Each weight goes there as two numbers, itself rounded and
-//      what that leaves: with one, its rounding would be half of the result's error. The reference
-//      of the first chunk is its maximum, which takes another barrier to find; later ones keep it,
-//      as it need not be the maximum: only where a weight is large are maxima exchanged again.
-//   3. O^T = V^T P^T, with V^T from registers. A warp takes 16 or 32 dimensions of all tokens, so
-//      that no sums over warps follow the last byte. Beside it the next chunk's step 1 begins.
+// Products are transposed, so that the few query rows are the dimension padded to 8 and not 16:
+//   1. S^T = K Q^T of a group by each warp, with the queries in registers as far as they fit.
+//   2. P = exp2(S - reference), to shared memory, and a barrier. The reference of the first chunk
+//      is its maximum, which takes another barrier to find; later ones keep it, as it need not be
+//      the maximum: only where a weight is large are maxima exchanged again.
+//   3. O^T = V^T P^T, by four warps together (wgmma): V^T from registers, P from shared memory. A
+//      warp takes 16 or 32 dimensions of all tokens, so that no sums over warps follow the last
+//      byte. wgmma reads K's and V's rows only in layouts that these copies cannot make, so step 1,
+//      where K would have to come with the queries, stays with one product per warp.
 //
 // Where sequences times key heads do not fill the device, a sequence is split over a cluster of
 // 2, 4 or 8 blocks. Groups are dealt out to them like cards: which positions a thread copies does
@@ -39,6 +37,7 @@ namespace dustin {
 namespace {
 
 constexpr int kGroup = 16;               // tokens
+constexpr int kCopiers = 4;              // warps
 constexpr int kMaxShared = 227 * 1024;   // of a block on sm_90
 constexpr int kHalfShared = 113 * 1024;  // of each of two blocks
 constexpr int kMaxSplits = 8;
@@ -85,28 +84,13 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int max_of(int a, int b) { return a > b ? a : b; }
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
-// kGroups groups, of a warp each, are a chunk, and kBlocks share a multiprocessor. kCopiers warps
-// copy. kOverlap: the next chunk's keys are multiplied beside this one's values. kRest: what
-// rounding leaves of weights is multiplied, too, in every group, or every second, or (0) in none.
-template <int kGroups_, int kBlocks_, int kCopiers_, bool kOverlap_, int kRest_>
-struct Tuning {
-  static constexpr int kGroups = kGroups_, kBlocks = kBlocks_, kCopiers = kCopiers_;
-  static constexpr bool kOverlap = kOverlap_;
-  static constexpr int kRest = kRest_;
-};
-
 // Who computes what, and where shared memory holds it. A column is a tile of 8 query rows.
-template <class Element_, int kDim_, int kColumns_, class Tuning>
-struct Config : Tuning {
+// kGroups groups, of a warp each, are a chunk. kBlocks share a multiprocessor.
+template <class Element_, int kDim_, int kColumns_, int kGroups_, int kBlocks_>
+struct Config {
   using Element = Element_;
-  static constexpr int kDim = kDim_, kColumns = kColumns_;
-  static constexpr int kGroups = Tuning::kGroups, kBlocks = Tuning::kBlocks;
-  static constexpr int kCopiers = Tuning::kCopiers;
+  static constexpr int kDim = kDim_, kColumns = kColumns_, kGroups = kGroups_, kBlocks = kBlocks_;
   static constexpr int kRows = kColumns * 8;
-  static constexpr int kRestStep = Tuning::kRest > 0 ? Tuning::kRest : 1;
-  static DUSTIN_DEVICE bool has_rest(int group) {
-    return Tuning::kRest > 0 && group % kRestStep == 0;
-  }
   static constexpr int kComputing = kGroups * 32, kThreads = kComputing + kCopiers * 32;
   // O^T: of 16 dimensions, of a warp. Tile t of warp w is the (t kGroups + w)-th one.
   static constexpr int kDimTiles = kDim / 16 / kGroups, kAllTiles = kDim / 16;
@@ -116,29 +100,33 @@ struct Config : Tuning {
 
   // Registers of a thread at the start, of one that copies and of one that computes.
   static constexpr int kStart = min_of(255, 65536 / (kThreads * kBlocks)) / 8 * 8;
-  static constexpr int kCopyRegisters = 24;
+  static constexpr int kCopyRegisters = 40;
   static constexpr int kRegisters =
       min_of(240, (kStart * kThreads - kCopyRegisters * kCopiers * 32) / kComputing / 8 * 8);
+  // Queries of kHeld * 32 dimensions stay in registers, as many as fit; the others are read from
+  // shared memory again for each group.
+  static constexpr int kOthers = kColumns > 6 ? 100 : 56;
+  static constexpr int kUnused = kRegisters - kOthers - kColumns * (8 + kDimTiles * 4);
+  static constexpr int kHeld = min_of(max_of(kUnused / (kColumns * 4), 0), kDim / 32);
 
   // Pitches of an odd number of 16-byte units: ldmatrix, which reads one unit of 8 rows, hits
   // every bank once.
   static constexpr int kTokenBytes = kDim * 4, kTokenPitch = kTokenBytes + 16;
-  // Queries are tiles of 8 rows x 8 dimensions: [column][dimensions / 8][8][8].
-  static constexpr int kQueryPitch = kDim / 8 * 128;  // of a column
-  // P is tiles of 8 tokens x 8 query rows: [rounded, rest][column][tokens / 8][8][8], in place of
-  // the group's keys, a column for each token, or after its values, where keys are too short.
-  static constexpr bool kInPlace = kDim == 128;
-  static constexpr int kTile = 128, kColumnPitch = kInPlace ? kTokenPitch : 2 * kTile;  // bytes
-  static constexpr int kRestBytes = kColumns * kColumnPitch;
-  static constexpr int kWeights = kInPlace ? 0 : kGroup * kTokenPitch;
-  static constexpr int kGroupBytes = kGroup * kTokenPitch + (kInPlace ? 0 : 2 * kRestBytes);
+  static constexpr int kQueryPitch = kDim * 2 + 16;
+  // P is tiles of 8 tokens x 8 query rows, the rows next to each other: [tokens][rows][8][8].
+  static constexpr int kTile = 128, kWeightPitch = kColumns * kTile;  // bytes
+  static constexpr int kGroupBytes = kGroup * kTokenPitch;
   static constexpr int kSlotBytes = kGroups * kGroupBytes;  // a chunk
+  static constexpr int kWeightBytes = kGroups * kGroup / 8 * kWeightPitch;
   // Maxima and sums are [pair of query rows][group] of two numbers, so that a thread reads those
   // of its rows by 16 bytes; the pitch spreads the reads over all banks.
   static constexpr int kPairPitch = kGroups * 8 + 16, kPairBytes = kRows / 2 * kPairPitch;
 
-  // From here on places in shared memory.
-  static constexpr int kQueries = 0, kMaxima = kColumns * kQueryPitch;
+  static constexpr int kWeights = 0;  // of even and odd chunks
+  // Queries that stay in registers make room for P.
+  static constexpr bool kAllHeld = kHeld == kDim / 32;
+  static constexpr int kQueries = kAllHeld ? 0 : 2 * kWeightBytes;
+  static constexpr int kMaxima = max_of(2 * kWeightBytes, kQueries + kRows * kQueryPitch);
   static constexpr int kSums = kMaxima + kPairBytes;
   static constexpr int kShrink = kSums + kPairBytes;  // by how much a row's sums do
   static constexpr int kPartBarrier = kShrink + kRows * 4;
@@ -159,9 +147,7 @@ struct Config : Tuning {
   static constexpr int kPartOut = kPartStats + kMaxSplits * kRows * 8;
 
   static_assert(kSlots >= 2 && kPartBytes <= (kSlots - 1) * kSlotBytes);
-  static_assert(!kInPlace || (2 * kColumns <= kGroup && 2 * kTile <= kDim * 2));
-  static_assert(kDimTiles * kGroups * 16 == kDim);
-  static_assert(kGroups % kCopiers == 0 || kCopiers % kGroups == 0);
+  static_assert(kDimTiles * kGroups * 16 == kDim && kGroups % kCopiers == 0);
   static_assert(kMaxima % 16 == 0 && kPairBytes % 16 == 0 && kBarriers % 8 == 0);
 };
 
@@ -187,10 +173,7 @@ struct Order {
 // kAhead chunks in each register: one latency of the table for many chunks.
 template <class C>
 struct Copier {
-  // Groups that a warp copies, or warps that copy a group, and tokens of each at a time.
-  static constexpr int kShared = max_of(C::kCopiers / C::kGroups, 1), kPart = kGroup / kShared;
-  static constexpr int kStep = min_of(C::kCopiers, C::kGroups);
-  static constexpr int kOwn = kGroup * C::kGroups / C::kCopiers, kAhead = 32 / kOwn, kHeld = 4;
+  static constexpr int kOwn = kGroup * C::kGroups / kCopiers, kAhead = 32 / kOwn, kHeld = 4;
   static_assert(kAhead >= 1 && C::kSlots <= kAhead * kHeld);
 
   const Arguments& a;
@@ -217,8 +200,7 @@ struct Copier {
   // Of this lane's token of a chunk.
   DUSTIN_DEVICE int position(int chunk) const {
     const int token = lane % kOwn;
-    if (kShared > 1) return order.begin_of(chunk, warp / kShared) + warp % kShared * kPart + token;
-    return order.begin_of(chunk, warp + token / kGroup * C::kCopiers) + token % kGroup;
+    return order.begin_of(chunk, warp + token / kGroup * kCopiers) + token % kGroup;
   }
   DUSTIN_DEVICE int32_t read_page(int chunk) const {
     const int p = position(chunk);
@@ -238,24 +220,23 @@ struct Copier {
     // Of the entry that this lane holds, of this chunk or the one beside it.
     const char* from = source(page, position(chunk / kAhead * kAhead + lane / kOwn));
 #pragma unroll 1
-    for (int group = warp / kShared; group < C::kGroups; group += kStep) {
-      const int in_group = min(seq_len - order.begin_of(chunk, group), kGroup);
+    for (int group = warp; group < C::kGroups; group += kCopiers) {
+      const int own = min(seq_len - order.begin_of(chunk, group), kGroup);
       const uint32_t barrier = order.here(slot, group);
-      if (in_group <= 0) {  // phases are chunks, whether there is such a group or not
+      if (own <= 0) {  // phases are chunks, whether there is such a group or not
         if (chunk == 0 && lane == 0) mbarrier_arrive_expect(barrier, 0);
         continue;
       }
-      const int own = min(in_group - warp % kShared * kPart, kPart);
-      const uint32_t place = order.shared + C::kRing + slot * C::kSlotBytes +
-                             group * C::kGroupBytes + warp % kShared * kPart * C::kTokenPitch;
-      const int first = chunk % kAhead * kOwn + group / C::kCopiers * kGroup;  // lane
-      if (own == kPart) {
-        if (lane == 0) mbarrier_arrive_expect(barrier, kPart * C::kTokenBytes);
+      const uint32_t place =
+          order.shared + C::kRing + slot * C::kSlotBytes + group * C::kGroupBytes;
+      const int first = chunk % kAhead * kOwn + group / kCopiers * kGroup;  // lane
+      if (own == kGroup) {
+        if (lane == 0) mbarrier_arrive_expect(barrier, kGroup * C::kTokenBytes);
         __syncwarp();
         // One lane issues all, as the compiler can tell: the instructions follow one another.
         // Lanes that issue one each would take turns of some 70 cycles.
 #pragma unroll
-        for (int i = 0; i < kPart; i += 4) {
+        for (int i = 0; i < kGroup; i += 4) {
           const char* sources[4];
 #pragma unroll
           for (int k = 0; k < 4; ++k) sources[k] = shuffle(from, first + i + k);
@@ -269,16 +250,15 @@ struct Copier {
       } else {
         // Values of no token weigh 0, and must be finite for that: zeros, where the group's last
         // rows are not filled. No copy into these rows is or will be under way.
-        const int there = max(own, 0);
 #pragma unroll 1
-        for (int i = there * (C::kDim / 8) + lane; i < kPart * (C::kDim / 8); i += 32)
+        for (int i = own * (C::kDim / 8) + lane; i < kGroup * (C::kDim / 8); i += 32)
           store_shared(place + i / (C::kDim / 8) * C::kTokenPitch + C::kTokenBytes / 2 +
                            i % (C::kDim / 8) * 16,
                        make_float4(0, 0, 0, 0));
         __syncwarp();
-        if (lane == 0) mbarrier_arrive_expect(barrier, there * C::kTokenBytes);
+        if (lane == 0) mbarrier_arrive_expect(barrier, own * C::kTokenBytes);
         __syncwarp();
-        if (lane >= first && lane - first < there)
+        if (lane >= first && lane - first < own)
           bulk_copy(place + (lane - first) * C::kTokenPitch, from, C::kTokenBytes, barrier);
         __syncwarp();
       }
@@ -308,19 +288,44 @@ DUSTIN_DEVICE void load_queries(const Arguments& a, int first_query, int rows, i
                                 uint32_t target) {
 #pragma unroll 1  // a short kernel waits for its instructions, too
   for (int i = threadIdx.x; i < C::kRows * (C::kDim / 8); i += C::kComputing) {
-    const int m = i / C::kDim * 8 + i % 8, unit = i / 8 % (C::kDim / 8);
+    const int m = i / (C::kDim / 8), unit = i % (C::kDim / 8);
     const bool used = m < rows;
     const int query = used ? a.query_of(m) : 0, member = used ? m - query * a.group : 0;
     const uint16_t* source = a.queries + (first_query + query) * a.query_stride +
                              (head * a.group + member) * a.query_head_stride + unit * 8;
-    cp_async16(target + i * 16, source, used);
+    cp_async16(target + m * C::kQueryPitch + unit * 16, source, used);
   }
 }
 
-// A descriptor of wgmma's second operand [16, n]: tiles of 8 x 8 elements, 128 bytes. The distances
-// are from a tile to the next one of the first and of the second index. Of an address it takes the
-// place in the block's own shared memory: bits beyond say which block of the cluster, and would be
-// taken for a distance.
+// Logits of a group's 16 tokens. `keys` and `queries` are this lane's rows.
+template <class C>
+DUSTIN_DEVICE void multiply_keys(float (&s)[C::kColumns][4], uint32_t keys, uint32_t queries,
+                                 const uint32_t (&held)[C::kColumns][C::kHeld + 1][4]) {
+#pragma unroll
+  for (int i = 0; i < C::kColumns; ++i) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0;
+#pragma unroll
+  for (int step = 0; step < C::kDim / 32; ++step) {
+    uint32_t k[2][4];
+    ldmatrix_x4(k[0], keys + step * 64);
+    ldmatrix_x4(k[1], keys + step * 64 + 32);
+#pragma unroll
+    for (int i = 0; i < C::kColumns; ++i) {
+      uint32_t q[4];
+      if (step < C::kHeld) {
+        for (int j = 0; j < 4; ++j) q[j] = held[i][step][j];
+      } else {
+        ldmatrix_x4(q, queries + i * 8 * C::kQueryPitch + step * 64);
+      }
+      mma(typename C::Element(), s[i], k[0], q[0], q[1]);
+      mma(typename C::Element(), s[i], k[1], q[2], q[3]);
+    }
+  }
+}
+
+// A descriptor of wgmma's second operand [16, n]: tiles of 8 x 8 elements, 128 bytes with the second
+// index running. The distances are from a tile to the next one of the first and of the second
+// index. Of an address it takes the place in the block's own shared memory: bits beyond say which
+// block of the cluster, and would be taken for a distance.
 DUSTIN_DEVICE uint64_t wgmma_operand(uint32_t address, int first_bytes, int second_bytes) {
   return (address & 0x3ffff) >> 4 | static_cast<uint64_t>(first_bytes >> 4) << 16 |
          static_cast<uint64_t>(second_bytes >> 4) << 32;
@@ -363,7 +368,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   Copier<C> copier(a, order, lane, warp - C::kGroups);
   if (!computes) copier.begin();
   if (threadIdx.x < C::kSlots * C::kGroups)
-    mbarrier_init(shared + C::kBarriers + threadIdx.x * 8, Copier<C>::kShared);
+    mbarrier_init(shared + C::kBarriers + threadIdx.x * 8, 1);
   else if (threadIdx.x < C::kSlots * (C::kGroups + 1))
     mbarrier_init(order.left(threadIdx.x - C::kSlots * C::kGroups), C::kGroups);
   else if (threadIdx.x == C::kSlots * (C::kGroups + 1))
@@ -406,59 +411,41 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   // A thread's place in fragments: two query rows of each column, tokens or dimensions x, x + 8.
   const int thread_row = lane % 4 * 2;
   const uint32_t pairs = shared + lane % 4 * C::kPairPitch;
-  const uint32_t my_weights =
-      shared + C::kRing + warp * C::kGroupBytes + C::kWeights + lane / 4 * 16 + thread_row * 2;
+  const uint32_t my_weights = shared + C::kWeights + warp * 2 * C::kWeightPitch +
+                              lane / 4 * 16 + thread_row * 2;
   const uint32_t my_keys = shared + C::kRing + warp * C::kGroupBytes +
                            lane % 16 * C::kTokenPitch + lane / 16 * 16;
   const uint32_t all_values = shared + C::kRing + (lane / 16 * 8 + lane % 8) * C::kTokenPitch +
                               C::kTokenBytes / 2 + warp * 32 + lane / 8 % 2 * 16;
+  const uint32_t my_queries =
+      shared + C::kQueries + lane % 8 * C::kQueryPitch + lane / 8 * 16;
   float acc[C::kDimTiles][C::kColumns][4] = {};
   float reference[C::kColumns][2], sum[C::kColumns][2] = {};
 #pragma unroll
   for (int i = 0; i < C::kColumns; ++i) reference[i][0] = reference[i][1] = kNothingSeen;
 
   cp_async_wait<0>();
-  proxy_fence();  // queries are read by the tensor cores' own path
   sync_threads<C::kComputing>(kComputers);  // the queries are there
-  typename C::Element element;
-  float s[C::kColumns][4];
-  // Starts the product of a chunk's keys with the queries. Beside another product it must not
-  // depend on a branch, or the compiler would wait for that one first: a chunk without groups, too,
-  // is multiplied.
-  const auto keys = [&](int c, int slot, int here) {
-    if (!C::kOverlap && warp / 4 * 4 >= here) return;
-    uint32_t k[C::kDim / 16][4] = {};
-    if (warp < here) {
-      mbarrier_wait(order.here(slot, warp), c / C::kSlots & 1);
+  uint32_t held[C::kColumns][C::kHeld + 1][4];
 #pragma unroll
-      for (int i = 0; i < C::kDim / 16; ++i)
-        ldmatrix_x4(k[i], my_keys + slot * C::kSlotBytes + i * 32);
-    }
-    wgmma_begin();
-    wgmma_first<kFirstRuns>(element, s, k[0],
-                            wgmma_operand(shared + C::kQueries, 128, C::kQueryPitch));
+  for (int i = 0; i < C::kColumns; ++i)
 #pragma unroll
-    for (int i = 1; i < C::kDim / 16; ++i)
-      wgmma<kFirstRuns>(element, s, k[i],
-                        wgmma_operand(shared + C::kQueries + i * 256, 128, C::kQueryPitch));
-    wgmma_commit();
-  };
-  // Groups of a chunk.
-  const auto groups_of = [&](int c) {
-    return c == 0 ? min(groups, C::kFirst)
-                  : min(groups - C::kFirst - (c - 1) * C::kGroups, C::kGroups);
-  };
+    for (int j = 0; j < C::kHeld; ++j)
+      ldmatrix_x4(held[i][j], my_queries + i * 8 * C::kQueryPitch + j * 64);
+
   int slot = first_slot;
-  if (C::kOverlap) keys(0, slot, groups_of(0));
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
-    const int here = groups_of(c);
+    // Groups of this chunk.
+    const int here = c == 0 ? min(groups, C::kFirst)
+                            : min(groups - C::kFirst - (c - 1) * C::kGroups, C::kGroups);
     const bool last = c + 1 == chunks;
 
     // 1. Logits of this warp's group.
-    if (!C::kOverlap) keys(c, slot, here);
-    wgmma_wait<0>();
+    float s[C::kColumns][4];
     if (warp < here) {
+      mbarrier_wait(order.here(slot, warp), c / C::kSlots & 1);
+      multiply_keys<C>(s, my_keys + slot * C::kSlotBytes, my_queries, held);
       const int begin = order.begin_of(c, warp);
       if (begin + kGroup > min(seq_len, first_limit)) {
         const int first_row = recomputed(lane) % 4 * 2;  // rare: no registers ahead
@@ -474,11 +461,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
       for (int i = 0; i < C::kColumns; ++i) s[i][0] = s[i][1] = s[i][2] = s[i][3] = -INFINITY;
     }
 
-    // 2. Logits to P. Where there is no group, all have left what is written over before the
+    // 2. Logits to P. Buffers take turns: all have left the one that is written here before the
     // barrier of the chunk before.
-    __syncwarp();  // the group's keys have been read
-    const uint32_t weights = my_weights + slot * C::kSlotBytes;
+    const int buffer = c % 2 * C::kWeightBytes;
     float here_sum[C::kColumns][2];
+    typename C::Element element;
     bool exchange = c == 0;
 #pragma unroll 1
     while (true) {
@@ -491,7 +478,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
           if (lane < 4)
             store_shared(pairs + C::kMaxima + i * 4 * C::kPairPitch + warp * 8, top);
         }
-        sync_threads<C::kComputing>(kComputers);  // maxima are there
+        sync_threads<C::kComputing>(kComputers);  // maxima are there, all have read their queries
 #pragma unroll
         for (int i = 0; i < C::kColumns; ++i) {
           const float2 top =
@@ -512,20 +499,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           p[j] = exp2_fast(fmaf(s[i][j], a.scale_log2, -reference[i][j % 2]));
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float* x = p + half * 2;
-          const uint32_t target = weights + i * C::kColumnPitch + half * C::kTile;
-          const uint32_t packed = pack(element, x[0], x[1]);
-          const float2 rounded = unpack(element, packed);
-          store_shared(target, packed);
-          if (C::has_rest(warp))
-            store_shared(target + C::kRestBytes,
-                         pack(element, x[0] - rounded.x, x[1] - rounded.y));
-          else
-            x[0] = rounded.x, x[1] = rounded.y;  // most roundings cancel in the quotient
-        }
-        here_sum[i][0] = p[0] + p[2], here_sum[i][1] = p[1] + p[3];
+        const uint32_t packed[2] = {pack(element, p[0], p[1]), pack(element, p[2], p[3])};
+        store_shared(my_weights + buffer + i * C::kTile, packed[0]);
+        store_shared(my_weights + buffer + i * C::kTile + C::kWeightPitch, packed[1]);
+        // Sums of the rounded weights: most of the roundings cancel in the quotient.
+        const float2 first = unpack(element, packed[0]), second = unpack(element, packed[1]);
+        here_sum[i][0] = first.x + second.x, here_sum[i][1] = first.y + second.y;
         largest = fmaxf(largest, fmaxf(here_sum[i][0], here_sum[i][1]));
       }
       proxy_fence();  // P is read by the tensor cores' own path
@@ -570,21 +549,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     wgmma_begin();
 #pragma unroll
     for (int g = 0; g < C::kGroups; ++g) {
-      const uint32_t rounded =
-          shared + C::kRing + slot * C::kSlotBytes + g * C::kGroupBytes + C::kWeights;
+      const uint64_t weights = wgmma_operand(
+          shared + C::kWeights + buffer + g * 2 * C::kWeightPitch, C::kWeightPitch, C::kTile);
 #pragma unroll
-      for (int part = 0; part < (C::has_rest(g) ? 2 : 1); ++part) {
-        const uint64_t operand =
-            wgmma_operand(rounded + part * C::kRestBytes, C::kTile, C::kColumnPitch);
-#pragma unroll
-        for (int t = 0; t < C::kDimTiles; ++t)
-          wgmma<kSecondRuns>(element, acc[t], v[g][t], operand);
-      }
+      for (int t = 0; t < C::kDimTiles; ++t) wgmma(element, acc[t], v[g][t], weights);
     }
-    wgmma_commit();
-    const int next = slot + 1 == C::kSlots ? 0 : slot + 1;
-    if (C::kOverlap) keys(c + 1, next, last ? 0 : groups_of(c + 1));
-    wgmma_wait<C::kOverlap ? 1 : 0>();
+    wgmma_end();
     // Who copies to the slot next may. What has been read by ordinary instructions must be told to
     // the copies' hardware by those who have read.
     if (c + C::kSlots < chunks) {
@@ -592,9 +562,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
       __syncwarp();
       if (lane == 0) mbarrier_arrive(order.left(slot));
     }
-    slot = next;
+    slot = slot + 1 == C::kSlots ? 0 : slot + 1;
   }
-  wgmma_wait<0>();
 
   float total[C::kColumns][2];
 #pragma unroll
@@ -666,6 +635,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
         }
     }
   }
+  typename C::Element element;
 #pragma unroll
   for (int n = 0; n < C::kColumns; ++n) {
     float inverse[2];  // 0: nothing is visible
@@ -725,32 +695,17 @@ int launch(const Arguments& a, const Launch& l) {
   return cudaLaunchKernelEx(&config, attention<C>, a);
 }
 
-// Eight warps compute in a multiprocessor's shared memory, or four in half of it. Eight are for 128
-// dimensions; more than 40 query rows of these need the whole. Tunings beyond these two are for
-// measurements with 40 rows.
+// Tunings: 1, eight warps compute in a multiprocessor's shared memory; 2, four in half of it. Eight
+// are for 128 dimensions; more than 40 query rows of these need the whole.
+constexpr int kNumTunings = 2;
+
 template <class Element, int kDim, int kColumns>
 int launch_tuned(const Arguments& a, const Launch& l) {
-  const auto with = [&](auto tuning) {
-    return launch<Config<Element, kDim, kColumns, decltype(tuning)>>(a, l);
-  };
-  if constexpr (kDim == 128 && kColumns == 5) {
-    switch (l.tuning) {
-      case 3: return with(Tuning<8, 1, 4, true, 1>());
-      case 4: return with(Tuning<4, 2, 8, true, 1>());
-      case 5: return with(Tuning<8, 1, 8, false, 1>());
-      case 6: return with(Tuning<4, 2, 4, false, 1>());
-      case 7: return with(Tuning<8, 1, 8, true, 2>());
-      case 8: return with(Tuning<4, 2, 4, true, 2>());
-      case 9: return with(Tuning<8, 1, 8, true, 0>());
-      case 10: return with(Tuning<4, 2, 4, true, 0>());
-      case 11: return with(Tuning<8, 1, 8, false, 0>());
-      case 12: return with(Tuning<4, 2, 4, false, 0>());
-    }
-  }
   if constexpr (kDim == 128) {
-    if (l.tuning == 1 || kColumns > 5) return with(Tuning<8, 1, 8, true, 1>());
+    if (l.tuning == 1 || kColumns > 5) return launch<Config<Element, kDim, kColumns, 8, 1>>(a, l);
   }
-  if constexpr (kDim == 64 || kColumns <= 5) return with(Tuning<4, 2, 4, true, 1>());
+  if constexpr (kDim == 64 || kColumns <= 5)
+    return launch<Config<Element, kDim, kColumns, 4, 2>>(a, l);
   return kBadVariant;
 }
 
@@ -785,7 +740,7 @@ extern "C" int dustin_paged_attention(
   if (static_cast<const char*>(values) - static_cast<const char*>(keys) != head_dim * 2)
     return kBadValues;
   int tuning = variant & kTuning;
-  if (variant < 0 || variant > (kTuning | kEarlyTable) || tuning > 12) return kBadVariant;
+  if (variant < 0 || variant > (kTuning | kEarlyTable) || tuning > kNumTunings) return kBadVariant;
   if (rows <= 0 || kv_heads <= 0 || max_queries <= 0) return kOk;
   // A cluster's blocks wait for one another: each is to be fast. Measured on an H200.
   if (tuning == 0) tuning = num_splits > 1 ? 1 : 2;

@@ -19,7 +19,7 @@ def swap(old: str, new: str, nth: int = 0) -> str:
 MUTANTS = {
     "no wait for keys": swap("mbarrier_wait(order.here(slot, warp), c / C::kSlots & 1);", ""),
     "wrong parity": swap("c / C::kSlots & 1);", "0);"),
-    "too few bytes expected": swap("there * C::kTokenBytes);", "there * C::kTokenBytes - 16);"),
+    "too few bytes expected": swap("own * C::kTokenBytes);", "own * C::kTokenBytes - 16);"),
     "no barrier after barriers": swap(
         "  __syncthreads();  // these are there", "  // these are there"
     ),
@@ -47,18 +47,12 @@ MUTANTS = {
     "no fence for P": swap("      proxy_fence();  // P", "      // P"),
     "which block, in a descriptor": swap("(address & 0x3ffff) >> 4", "address >> 4"),
     "the next block's tile": swap("tile - ((to *", "tile - (((to + 1) *"),
-    "P over another group's keys": swap("my_weights + slot", "my_weights + C::kGroupBytes + slot"),
-    "no fence for queries": swap("  proxy_fence();  // queries", "  // queries"),
-    "no wait for logits": swap("    wgmma_wait<0>();\n    if (warp", "    if (warp"),
-    "no wait for outputs": swap(
-        "    wgmma_wait<C::kOverlap ? 1 : 0>();\n", "    wgmma_wait<2>();\n"
-    ),
-    "no rest": swap("(C::has_rest(g) ? 2 : 1)", "1"),
+    "one buffer of P": swap("const int buffer = c % 2 * C::kWeightBytes;", "const int buffer = 0;"),
     "large weights kept": swap("largest > kLargeWeight && !exchange", "false"),
     "no shrinking of sums": swap("sum[i][0] *= shrink.x, sum[i][1] *= shrink.y;", ""),
     "no shrinking of outputs": swap("*= j % 2 ? shrink.y : shrink.x;", "*= 1;"),
     "no mask": swap("s[i][j] = -INFINITY;", "s[i][j] *= 1;"),
-    "no zeros past the end": swap("i < kPart * (C::kDim / 8); i += 32)", "i < 0; i += 32)"),
+    "no zeros past the end": swap("i < kGroup * (C::kDim / 8); i += 32)", "i < 0; i += 32)"),
     "no cluster wait": swap(
         "to the same threads.\n    cluster_wait();\n", "to the same threads.\n"
     ),
