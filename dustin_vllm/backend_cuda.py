@@ -123,6 +123,7 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
     capture: QueryBuffer | None = None  # set on scoring layers, see runtime.attach
     own: OwnAttention | None = None  # our kernel, see CudaRuntime
     second = False  # set on layers with a selection of their own, see runtime.attach
+    selects: CudaRuntime | None = None  # set on the layer that selects within a step
     token_pages = False  # whether compacted tables address single tokens
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -146,10 +147,12 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
         **kwargs: Any,
     ) -> torch.Tensor:
         if attn_metadata is not None:
-            if self.second:
-                attn_metadata = attn_metadata.dustin_second or attn_metadata
             if self.capture is not None:
                 self.capture.take(self, query)
+            if self.selects is not None:
+                self.selects.select_in_step(attn_metadata)
+            if self.second:
+                attn_metadata = attn_metadata.dustin_second or attn_metadata
             if self.token_pages and attn_metadata.dustin_compacted:
                 kv_cache = runtime_cuda.token_pages(kv_cache)
             if attn_metadata.dustin_own:

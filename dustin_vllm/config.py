@@ -84,6 +84,13 @@ class DustinConfig(BaseModel):
     wide_budget: int | None = Field(
         None, ge=1, description="Budget of wide_layers. None: four times the budget."
     )
+    fresh_layer: int | None = Field(
+        None,
+        ge=0,
+        description="Target layer in which the queries of the step itself select what this layer "
+        "and all deeper ones read; scoring heads are of this layer then. None: all layers read "
+        "what earlier steps and the draft selected.",
+    )
     aggregate: Literal["mean", "max"] = Field(
         "mean", description="How scores of several heads and queries become one."
     )
@@ -325,8 +332,11 @@ def profile_note(config: DustinConfig) -> str:
     return f"profile {config.profile}, not calibrated: default heads"
 
 
-def wide_note(settings: Settings) -> str:
-    """What the log says about wide layers."""
+def groups_note(settings: Settings) -> str:
+    """What the log says about layers that read a selection of their own."""
+    if settings.fresh is not None:
+        layer = settings.config.fresh_layer
+        return f" (from layer {layer} on by the step's own queries)"
     layers = settings.config.wide_layers
     if not layers:
         return ""
@@ -384,7 +394,8 @@ class Settings:
     target_heads: HeadSet
     draft_heads: HeadSet
     draft_replicated: bool = False  # every tensor-parallel rank runs the whole draft
-    # Target layers with a selection of their own: the deeper half (split), or wide_layers.
+    # Target layers with a selection of their own: the deeper half (split), wide_layers, or those
+    # from fresh_layer on.
     second: LayerGroup | None = None
     second_layers: frozenset[int] = frozenset()
     target_layers: int = 1
@@ -417,6 +428,17 @@ class Settings:
         """Every group that needs a selection of its own."""
         named = (self.target, self.draft, self.second)
         return tuple(dict.fromkeys(group for group in named if group is not None))
+
+    @property
+    def fresh(self) -> LayerGroup | None:
+        """The group whose selection is made within a step, by ``fresh_layer``."""
+        ours = self.config.policy == "dustin"  # others rank after a step
+        return self.second if ours and self.config.fresh_layer is not None else None
+
+    @property
+    def merged_groups(self) -> tuple[LayerGroup, ...]:
+        """Groups whose selection is made after a step, from both signals."""
+        return tuple(group for group in self.groups if group is not self.fresh)
 
 
 def first_deep_layer(num_layers: int) -> int:
@@ -691,7 +713,12 @@ def settings_of(
         first = 0 if config.policy == "history" else target_group.budget_units
         target_group = replace(target_group, lookahead_units=first)
     second, second_layers = None, frozenset(config.wide_layers)
-    if second_layers:
+    if (layer := config.fresh_layer) is not None:
+        config = _with_fresh_heads(config, layer, pair.target.layers)
+        second_layers = frozenset(range(layer, pair.target.layers))
+        first = 0 if config.policy == "dustin" else target_group.lookahead_units
+        second = replace(target_group, name="fresh", lookahead_units=first)
+    elif second_layers:
         second = _wide_group(config, unit, target_group, pair.target.layers)
     if config.merge == "split":
         second_layers = frozenset(range(first_deep_layer(pair.target.layers), pair.target.layers))
@@ -719,6 +746,25 @@ def settings_of(
         draft_heads=heads[1],
         draft_replicated=draft_replicated,
     )
+
+
+def _with_fresh_heads(config: DustinConfig, layer: int, num_layers: int) -> DustinConfig:
+    """The settings with ``fresh_layer`` checked and its heads as the target's scoring heads."""
+    if config.wide_layers or config.merge == "split":
+        other = "wide_layers" if config.wide_layers else "merge='split'"
+        raise ConfigError(
+            f"dustin.fresh_layer and {other} both give layers a selection of their own; leave out "
+            "one of them"
+        )
+    if layer >= num_layers:
+        raise ConfigError(f"dustin.fresh_layer={layer}: the target has layers 0..{num_layers - 1}")
+    heads = config.target_heads or (ScoringLayer(layer=layer),)
+    if {scoring.layer for scoring in heads} != {layer}:
+        raise ConfigError(
+            f"dustin.target_heads names layers other than fresh_layer={layer}, whose heads select; "
+            "leave out target_heads for all heads of that layer"
+        )
+    return config.model_copy(update={"target_heads": heads})
 
 
 def _target_group(config: DustinConfig, unit: int) -> LayerGroup:
@@ -853,6 +899,7 @@ def describe(
         "budget_units": settings.target.budget_units,
         "lookahead_units": settings.target.lookahead_units,
         "draft_budget_units": None if settings.draft is None else settings.draft.budget_units,
+        "fresh_layer": settings.config.fresh_layer,
         "wide_layers": sorted(settings.config.wide_layers),
         "wide_budget_units": settings.largest.budget_units if settings.config.wide_layers else None,
         "dilation_tokens": settings.dilation_tokens,

@@ -50,6 +50,19 @@ def reduce_scores(scores: torch.Tensor, aggregate: str) -> torch.Tensor:
     return scores.copy_(group.all_reduce(scores))
 
 
+def reduce_parts(both: torch.Tensor, settings: Settings, history_is_whole: bool) -> None:
+    """``reduce_scores`` of what all ranks hold a part of.
+
+    Args:
+        both: [2, R, C]: history and lookahead, next to each other in memory.
+        history_is_whole: history has been reduced already.
+    """
+    first = 1 if history_is_whole else 0
+    last = 1 if settings.draft_replicated else 2  # every rank has run the whole draft
+    if first < last:
+        reduce_scores(both[first:last], settings.config.aggregate)
+
+
 # Settings that an engine can go on with others of: nothing is sized or captured by them for good.
 SWITCHABLE = (
     *("policy", "policy_seed", "budget", "draft_budget", "sinks", "recent", "dense_below"),
@@ -151,13 +164,24 @@ class DustinRuntime(ABC):
         settings = config.resolve(self.runner.vllm_config, changes)
         if settings.second_layers != self.settings.second_layers:
             raise config.ConfigError(
-                "dustin.wide_layers and merge='split' are fixed when the engine starts"
+                "dustin.wide_layers, fresh_layer and merge='split' are fixed when the engine starts"
             )
+        if settings.config.fresh_layer is not None and self.runner.device.type == "cuda":
+            self._check_fresh(settings)
         self.settings = settings
         self.scores = self._new_scores(self.runner.device)
         self.rows = []
         self._resize()
         self.use_policy()
+
+    def _check_fresh(self, settings: Settings) -> None:
+        """What happens in ``fresh_layer`` is captured in the target's graphs."""
+        old, new = ((s.fresh, s.config.sinks, s.config.recent) for s in (self.settings, settings))
+        if old != new and not self.runner.vllm_config.model_config.enforce_eager:
+            raise config.ConfigError(
+                "dustin.fresh_layer selects in CUDA graphs, by the budget, policy, sinks and "
+                "recent of the start; use enforce_eager, or an engine for each"
+            )
 
     def _new_scores(self, device: torch.device) -> SequenceScores:
         # Twice the batch: preempted sequences keep their slots.
@@ -166,6 +190,16 @@ class DustinRuntime(ABC):
 
     def _resize(self) -> None:  # noqa: B027
         """Make room for the selections of other settings."""
+
+    @abstractmethod
+    def select_in_step(self, metadata: Any) -> None:
+        """Called in ``fresh_layer``, once its queries and keys are there and before it attends:
+        score the context by the step's own queries, and let this layer and all deeper ones read
+        what that selects.
+
+        Args:
+            metadata: of the backend, as its builder made it for this step.
+        """
 
     @abstractmethod
     def scoring_layers(self) -> list[tuple[Any, tuple[int, ...]]]:
@@ -469,6 +503,7 @@ def attach(runner: Any) -> None:
     builder.runtime = runtime
     for index, layer in target_layers.items():
         layer.impl.second = index in settings.second_layers  # read by the backends
+        layer.impl.selects = runtime if index == settings.config.fresh_layer else None
     for group in groups:
         if group is not target_groups[0]:
             group.get_metadata_builder().draft_only = True
@@ -479,7 +514,7 @@ def attach(runner: Any) -> None:
         settings.config.budget,
         settings.target.budget_units,
         settings.unit,
-        config.wide_note(settings),
+        config.groups_note(settings),
         settings.target_heads.num_heads,
         settings.draft_heads.num_heads,
         config.profile_note(settings.config),

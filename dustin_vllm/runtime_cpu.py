@@ -11,7 +11,7 @@ import torch
 
 from dustin_vllm import config, cpu_ops, selection
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
-from dustin_vllm.runtime import DustinRuntime, Row, Selected, reduce_scores
+from dustin_vllm.runtime import DustinRuntime, Row, Selected, reduce_parts, reduce_scores
 from dustin_vllm.state import Mode
 
 logger = logging.getLogger("vllm.dustin_vllm")
@@ -158,6 +158,8 @@ class CpuRuntime(DustinRuntime):
         )
         self._to_score: list[int] = []  # batch rows that get a selection in this step
         self._history: torch.Tensor | None = None  # [len(to_score), C] token scores of this rank
+        self._fresh: torch.Tensor | None = None  # the same of all ranks, of the step's own queries
+        self._planned: Any = None  # vLLM's metadata of this step
         self._contexts = torch.empty(0)  # [len(to_score)] int32
         self._block_table = torch.empty(0)  # [len(to_score), MB] int32
         self._last_queries = torch.empty(0)  # [len(to_score), scoring heads, D]
@@ -166,6 +168,7 @@ class CpuRuntime(DustinRuntime):
     def plan_verification(self, metadata: Any) -> Any:
         self.target.arm(None)
         self.target.reset()
+        self._planned, self._fresh = metadata, None
         self.decide_rows(metadata)
         self._to_score = [i for i, row in enumerate(self.rows) if row.needs_selection]
         if self._to_score:
@@ -208,6 +211,33 @@ class CpuRuntime(DustinRuntime):
             ]
         )
 
+    def select_in_step(self, metadata: Any) -> None:
+        if not self._to_score or self.settings.fresh is None:
+            return
+        started = time.perf_counter()
+        settings, planned = self.settings, self._planned
+        width = settings.gamma + 1
+        own = self.target.token_scores(
+            [capture.taken[-1].unflatten(0, (-1, width)) for capture in self.target.captures],
+            width,
+            planned.block_table_tensor[self._to_score],
+            planned.seq_lens[self._to_score],
+        )
+        self._fresh = reduce_scores(own, settings.config.aggregate)
+        sparse = [i for i, row in enumerate(self.rows) if row.dense is None]
+        if sparse:
+            group = settings.fresh
+            assert group is not None
+            rows = [self.rows[i] for i in sparse]
+            contexts = torch.tensor([row.context for row in rows], dtype=torch.int32)
+            tokens = self._fresh[[self._to_score.index(i) for i in sparse]]
+            units = cpu_ops.unit_scores(tokens, contexts, settings.unit, 0)
+            made = selection.merge_and_select(units, units, contexts, settings, group)
+            self.scores.selections[group.name][[row.slot.index for row in rows]] = made
+            compacted = self._compact(planned, sparse, group)
+            metadata.dustin_second.block_table.copy_(compacted.block_table_tensor)
+        self.counters.scoring_seconds += time.perf_counter() - started
+
     def begin_scoring(self, metadata: Any, num_rejected: torch.Tensor | None) -> None:
         self.target.arm(None)
         self._history = None
@@ -233,7 +263,12 @@ class CpuRuntime(DustinRuntime):
             queries = [rows[worth, last][:, None] for rows in kept]
             if self.policy is not None:
                 self._last_queries = torch.cat([layer[:, 0] for layer in queries], dim=1)
-            self._history = self.target.token_scores(queries, 1, self._block_table, self._contexts)
+            if self._fresh is not None:
+                self._history = self._fresh[worth][:, : int(self._contexts.max())]
+            else:
+                self._history = self.target.token_scores(
+                    queries, 1, self._block_table, self._contexts
+                )
             self.draft.reset()
         self.counters.scoring_seconds += time.perf_counter() - started
 
@@ -281,7 +316,7 @@ class CpuRuntime(DustinRuntime):
         seq_lens = contexts + settings.gamma
         own = self.draft.token_scores(queries, settings.gamma, self._block_table, seq_lens)
         both = torch.stack([self._history, own[:, : self._history.shape[1]]])
-        reduce_scores(both[0] if settings.draft_replicated else both, settings.config.aggregate)
+        reduce_parts(both, settings, history_is_whole=self._fresh is not None)
         history, lookahead = both
         unit, dilation = settings.unit, settings.dilation_tokens
         scores = (
@@ -289,7 +324,7 @@ class CpuRuntime(DustinRuntime):
             cpu_ops.unit_scores(history, contexts, unit, dilation),
         )
         slots = [row.slot.index for row in rows]
-        for group in settings.groups:
+        for group in settings.merged_groups:
             self.scores.selections[group.name][slots] = selection.merge_and_select(
                 *scores, contexts, settings, group
             )

@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from dustin_vllm import config, cuda_ops
 from dustin_vllm.config import HeadSet, LayerGroup, Settings
 from dustin_vllm.draft_graphs import DraftGraphs, DraftInputs, draft_inputs
-from dustin_vllm.runtime import DustinRuntime, Row, Selected, reduce_scores
+from dustin_vllm.runtime import DustinRuntime, Row, Selected, reduce_parts, reduce_scores
 from dustin_vllm.state import LoopReason, Mode
 from dustin_vllm.triton_kernels import (
     MAX_QUERY_ROWS,
@@ -136,6 +136,8 @@ class Buffers:
     contexts: torch.Tensor  # [R] int32
     verified: torch.Tensor  # [R] int32, contexts of this step's verification
     scores: torch.Tensor  # [2, R, C] fp32, see score_rows
+    fresh: torch.Tensor  # [R, C] fp32, of the step's own queries; empty without fresh_layer
+    fresh_lens: torch.Tensor  # [R] int32, lengths they are made for; 0: not wanted
     target_queries: QueryBuffer  # R * (gamma + 1) places
     draft_queries: QueryBuffer  # gamma * R places, pass by pass
     groups: dict[str, GroupBuffers]
@@ -191,6 +193,7 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
         local = heads.of_rank(group.rank_in_group, ranks, per_rank)
         return QueryBuffer(local, places, model.get_head_size(), model.dtype, device)
 
+    in_step = settings.config.fresh_layer is not None
     buffers = Buffers(
         settings=settings,
         max_rows=rows,
@@ -201,6 +204,8 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
         contexts=zeros(rows),
         verified=zeros(rows),
         scores=zeros(2, rows, context, dtype=torch.float32),
+        fresh=zeros(rows if in_step else 0, context, dtype=torch.float32),
+        fresh_lens=zeros(rows),
         target_queries=queries(
             settings.target_heads,
             rows * (gamma + 1),
@@ -237,7 +242,7 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
 def _scoring_workspaces(
     vllm_config: Any, buffers: Buffers, device: torch.device
 ) -> dict[str, ScoringWorkspace]:
-    """Scratch of scoring: history, lookahead and, if it is sampled, recovery."""
+    """Scratch of scoring: history, lookahead and what else there is."""
     settings, speculative = buffers.settings, vllm_config.speculative_config
     gamma, room = settings.gamma, SCORE_SCRATCH_BYTES
     target = (buffers.target_queries, vllm_config.model_config, vllm_config.parallel_config)
@@ -246,6 +251,8 @@ def _scoring_workspaces(
         speculative.draft_parallel_config,
     )
     wanted = {"target": (*target, 1, room), "draft": (*draft, gamma, room)}
+    if settings.config.fresh_layer is not None:
+        wanted["fresh"] = (*target, gamma + 1, room)
     if settings.config.sample_recovery_every:
         wanted["recovery"] = (*target, gamma + 1, room // 4)
     made = {}
@@ -401,7 +408,9 @@ def attend(impl: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
     device = torch.cuda.get_device_properties(query.device)
     splits = cuda_ops.splits(pairs, impl.head_size, device.multi_processor_count)
     # What writes the table is far behind: at least the layer's write into the cache is between.
-    cuda_ops.paged_attention(*inputs, splits, early_table=True, library=impl.own.library)
+    # But not in a layer that has just selected.
+    early = impl.selects is None
+    cuda_ops.paged_attention(*inputs, splits, early_table=early, library=impl.own.library)
 
 
 def _splits(pairs: int, device: torch.device) -> int:
@@ -450,6 +459,9 @@ class CudaRuntime(DustinRuntime):
         self._graphs = DraftGraphs(self, runner.drafter, self.buffers.draft_inputs)
         self._verified_steps = 0
         self._block_table: torch.Tensor | None = None
+        # For select_in_step: vLLM's metadata of this step, and what layers with a selection of
+        # their own read of it (None: all is dense). None: no row gets a selection.
+        self._in_step: tuple[Any, Any | None] | None = None
         self._last_queries = torch.empty(0)  # [R, scoring heads, D], of the last confirmed token
         pinned = runner.device.type == "cuda"
         self._recovery_host = torch.zeros(2, device="cpu", pin_memory=pinned)
@@ -501,6 +513,7 @@ class CudaRuntime(DustinRuntime):
         self._scoring = any(row.needs_selection for row in rows)
         sparse = any(row.dense is None for row in rows)
         self._draft_sparse = any(row.drafts_sparsely for row in rows)
+        self._in_step = None
         # In a captured graph the queries are always kept.
         queries = buffers.target_queries
         width = settings.gamma + 1
@@ -516,6 +529,7 @@ class CudaRuntime(DustinRuntime):
             # Padded rows start behind the last token.
             kept = kept.clamp(max=metadata.num_actual_tokens - 1)
             queries.rows[: queries.count].copy_(kept.view(-1))
+            self._in_step = (metadata, None)
         selected = sparse or self._draft_sparse
         if rows and not selected and metadata.max_query_len > width:
             return metadata  # never in a full graph: the stock path is the same and cheaper
@@ -537,10 +551,49 @@ class CudaRuntime(DustinRuntime):
             return metadata
         planned = self._compact(metadata, num_reqs, settings.target, contexts, VERIFY_SPARSELY)
         if settings.second is not None:
+            # Of a selection that is made within the step these are the lengths, and room for it.
             planned.dustin_second = self._compact(
                 metadata, num_reqs, settings.second, contexts, VERIFY_SPARSELY
             )
+            self._in_step = (metadata, planned.dustin_second)
         return planned
+
+    def select_in_step(self, metadata: Any) -> None:
+        buffers, settings, group = self.buffers, self.settings, self.settings.fresh
+        if self._in_step is None or group is None:
+            return
+        whole, second = self._in_step
+        num_reqs = whole.num_reqs
+        lens, scores = buffers.fresh_lens[:num_reqs], buffers.fresh[:num_reqs]
+        torch.mul(whole.seq_lens[:num_reqs], buffers.row_info[NEEDS_SELECTION, :num_reqs], out=lens)
+        kept = buffers.target_queries.queries.unflatten(0, (-1, settings.gamma + 1))
+        self._token_scores(
+            "fresh",
+            scores,
+            kept[:num_reqs],
+            whole.block_table_tensor[:num_reqs],
+            lens,
+            settings.config.aggregate,
+        )
+        reduce_scores(scores, settings.config.aggregate)
+        if second is None:
+            return
+        contexts, own = buffers.verified[:num_reqs], buffers.groups[group.name]
+        merge_and_select(
+            own.selected[:num_reqs],
+            scores,
+            scores,
+            contexts,
+            own.select,
+            settings.config.sinks,
+            settings.config.recent,
+            0,
+            "fill",
+            0,
+            settings.config.lookahead_weight,
+        )
+        # Into the table that the layers' metadata has already.
+        self._compact(whole, num_reqs, group, contexts, VERIFY_SPARSELY)
 
     def _compact(
         self, metadata: Any, num_reqs: int, group: LayerGroup, contexts: torch.Tensor, flag: int
@@ -671,14 +724,18 @@ class CudaRuntime(DustinRuntime):
             torch.mul(metadata.seq_lens[:num_reqs] - rejected, needs, out=contexts)
         self._block_table = metadata.block_table_tensor[:num_reqs]
         self._last_queries = last
-        self._token_scores(
-            "target",
-            buffers.score_rows(num_reqs)[0],
-            last[:, None],
-            self._block_table,
-            contexts,
-            self.settings.config.aggregate,
-        )
+        history = buffers.score_rows(num_reqs)[0]
+        if self.settings.fresh is not None:
+            history.copy_(buffers.fresh[:num_reqs])  # made in this step's pass
+        else:
+            self._token_scores(
+                "target",
+                history,
+                last[:, None],
+                self._block_table,
+                contexts,
+                self.settings.config.aggregate,
+            )
         self._passes = 0
 
     def begin_draft_pass(self, rows: torch.Tensor | None) -> None:
@@ -735,10 +792,10 @@ class CudaRuntime(DustinRuntime):
             contexts + settings.gamma * needs,
             settings.config.aggregate,
         )
-        reduce_scores(history if settings.draft_replicated else both, settings.config.aggregate)
+        reduce_parts(both, settings, history_is_whole=settings.fresh is not None)
         # Rows without a selection write too, but their slots are not marked as published.
         slots = buffers.row_info[SLOT, :num_reqs].long()
-        for group in settings.groups:
+        for group in settings.merged_groups:
             own = buffers.groups[group.name]
             selected = own.selected[:num_reqs]
             merge_and_select(
@@ -804,9 +861,13 @@ class CudaRuntime(DustinRuntime):
         # The tables are captured in target graphs.
         target = buffers.groups[settings.target.name]
         sizes = (buffers.max_rows, buffers.scores.shape[2], self.runner.device)
+        # So is what is used within a step, where it stays the same, see _check_fresh.
+        unchanged = {buffers.settings.fresh} & {settings.fresh} - {None}
         buffers.settings = settings
         buffers.groups = {
-            group.name: replace(
+            group.name: buffers.groups[group.name]
+            if group in unchanged
+            else replace(
                 buffers.groups.get(group.name, target),
                 **_selection_buffers(settings, group, *sizes),
             )

@@ -34,6 +34,13 @@ def build(target, draft, dustin, **kw):
         ({"wide_layers": [0, 1, 2, 3]}, "wide_layers names every layer; raise budget"),
         ({"wide_layers": [1], "wide_budget": 512}, "wide_budget=512 is below budget=1024"),
         ({"wide_layers": [1], "merge": "split"}, "merge='split' and wide_layers both"),
+        ({"fresh_layer": 4}, "fresh_layer=4: the target has layers 0..3"),
+        ({"fresh_layer": 1, "wide_layers": [1]}, "fresh_layer and wide_layers both"),
+        ({"fresh_layer": 1, "merge": "split"}, "fresh_layer and merge='split' both"),
+        (
+            {"fresh_layer": 1, "target_heads": [{"layer": 2}]},
+            "target_heads names layers other than fresh_layer=1.*leave out target_heads",
+        ),
         ({"budget": 16}, "dustin.budget=16 is less than one unit of 32.*32 or more"),
         ({"budget": 64}, "budget=64.*cannot hold sinks=4 and recent=64.*96 or more"),
         ({"budget": 256, "draft_budget": 300}, "draft_budget=300 exceeds budget=256"),
@@ -240,9 +247,23 @@ def test_wide_layers_have_a_budget_of_their_own(target, draft):
     assert settings.groups == (settings.target, settings.second)
     settings = config.resolve(build(target, draft, {**wide, "wide_budget": 288}))
     assert settings.second == config.LayerGroup("wide", 9, 3)
-    assert config.wide_note(settings) == " (layers 1, 3: 9)"
+    assert config.groups_note(settings) == " (layers 1, 3: 9)"
     plain = config.resolve(build(target, draft, {}))
-    assert (plain.second, config.wide_note(plain)) == (None, "")
+    assert (plain.second, config.groups_note(plain)) == (None, "")
+
+
+def test_layers_from_the_fresh_one_on_read_what_it_selects(target, draft):
+    settings = config.resolve(build(target, draft, {"fresh_layer": 2, "lookahead": 64}))
+    assert settings.second_layers == {2, 3}
+    assert settings.fresh == config.LayerGroup("fresh", settings.target.budget_units, 0)
+    assert settings.merged_groups == (settings.target,)
+    assert settings.target_heads.layers == ((2, (0, 1, 2, 3)),)
+    assert config.groups_note(settings) == " (from layer 2 on by the step's own queries)"
+    some = {"fresh_layer": 1, "target_heads": [{"layer": 1, "heads": [3]}]}
+    assert config.resolve(build(target, draft, some)).target_heads.layers == ((1, (3,)),)
+    rival = config.resolve(build(target, draft, {"fresh_layer": 2, "policy": "streaming"}))
+    assert (rival.fresh, rival.second_layers) == (None, {2, 3})  # ranked as all others are
+    assert rival.second.lookahead_units == rival.target.lookahead_units > 0
 
 
 @pytest.mark.parametrize(("budget", "said"), [(2048, True), (1024, False)])

@@ -104,6 +104,13 @@ class Spy:
                     assert runtime.scores.selections[name][slot.index].tolist() == units
                 spy.selections += 1
 
+        select = CpuRuntime.select_in_step
+
+        def select_in_step(runtime, metadata):
+            select(runtime, metadata)
+            spy.check_fresh(runtime)
+
+        monkeypatch.setattr(CpuRuntime, "select_in_step", select_in_step)
         monkeypatch.setattr(CpuRuntime, "plan_verification", plan_verification)
         monkeypatch.setattr(DustinCPUAttentionBackendImpl, "forward", layer_forward)
         monkeypatch.setattr(cpu_attn.ops, "cpu_attention_with_kv_cache", attention)
@@ -171,6 +178,31 @@ class Spy:
         assert (kw["output"][span] - wanted).norm() < 1e-5 * wanted.norm()
         self.outputs_checked += 1
 
+    def fresh_scores(self, runtime: Any, row: int) -> torch.Tensor:
+        """Token scores of a row by the step's own queries, in the layer that selects."""
+        (capture,) = runtime.target.captures
+        starts, length = self._full.query_start_loc_cpu, runtime.rows[row].seq_len
+        end = int(starts[row + 1])
+        asked = [max(int(starts[row]), end - GAMMA - 1 + i) for i in range(GAMMA + 1)]
+        blocks = self._full.block_table_tensor[row][: -(-length // 32)]
+        keys = rows_to_keys(capture.key_cache(), blocks, length)[:, capture.kv_heads.long()]
+        queries = self.queries[capture.layer.layer_name][asked][:, capture.heads]
+        return reference.token_scores(queries, keys, capture.layer.impl.scale)
+
+    def check_fresh(self, runtime: Any) -> None:
+        """Sparse rows read from here on what the reference selects by their own queries."""
+        settings = runtime.settings
+        for index, row in enumerate(runtime.rows):
+            if row.dense is not None:
+                continue
+            scores = self.fresh_scores(runtime, index)
+            units = reference.unit_scores(scores, row.context, settings.unit)
+            wanted = reference_selection(units, units, row.context, settings, settings.fresh)
+            slot = row.slot.index
+            assert runtime.scores.selections["fresh"][slot].tolist() == wanted
+            stale = runtime.scores.selections["target"][slot].tolist()
+            self.groups_differ |= stale != wanted
+
     def check_history(self, runtime: Any, num_rejected: torch.Tensor | None) -> None:
         """History scores come from the query of the last confirmed token, on all scoring layers."""
         starts = self._full.query_start_loc_cpu
@@ -178,6 +210,10 @@ class Spy:
             rejected = 0 if num_rejected is None else int(num_rejected[row])
             context = runtime.rows[row].seq_len - rejected
             assert context == int(runtime._contexts[i])
+            if runtime.settings.fresh is not None:
+                wanted = self.fresh_scores(runtime, row)[:context]
+                assert (runtime._history[i, :context] - wanted).norm() < 1e-5 * wanted.norm()
+                continue
             blocks = runtime._block_table[i][: -(-context // 32)]
             total, heads = torch.zeros(context), 0
             for capture in runtime.target.captures:
@@ -213,7 +249,7 @@ class Spy:
             history = reference.unit_scores(runtime._history[i], context, s.unit, GAMMA + 1)
             units = {
                 group.name: reference_selection(lookahead, history, context, s, group)
-                for group in s.groups
+                for group in s.merged_groups
                 if group is not s.draft or group is s.target
             }
             expected.append((runtime.rows[row].slot, units))
@@ -248,7 +284,12 @@ def test_self_draft_accepts_everything(make_llm, target):
 WIDE = {"wide_layers": [1, 3], "wide_budget": 224}
 
 
-@pytest.mark.parametrize("more", [{}, {"merge": "split"}, WIDE], ids=["one", "split", "wide"])
+FRESH = {"fresh_layer": 2}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"merge": "split"}, WIDE, FRESH], ids=["one", "split", "wide", "fresh"]
+)
 def test_sparse_rows_read_the_selection_only(make_llm, target, draft, spy, more):
     """Tables, lengths, outputs and selections all equal the reference; counters equal the spy."""
     llm = make_llm(target, draft, {**SPARSE, **more, "sample_recovery_every": 1})

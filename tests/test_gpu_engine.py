@@ -104,7 +104,7 @@ class Spy:
     """Checks outputs and selections of an eager engine against the reference."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rows_checked = self.selections_checked = 0
+        self.rows_checked = self.selections_checked = self.fresh_checked = 0
         self.full: Any = None
         plan = CudaRuntime.plan_verification
         forward = DustinCudaAttentionImpl.forward
@@ -142,9 +142,14 @@ class Spy:
                 continue
             settings = self.runtime.settings
             group = settings.second if impl.second else settings.target
-            chosen = self.runtime.scores.selections[group.name][row.slot.index].tolist()
             span, seq_len = slice(starts[i], starts[i + 1]), seq_lens[i]
             context = seq_len - (span.stop - span.start)
+            if group is settings.fresh:
+                chosen = self.runtime.buffers.groups[group.name].selected[i].tolist()
+            else:
+                chosen = self.runtime.scores.selections[group.name][row.slot.index].tolist()
+            if impl.selects is not None and context // unit > group.budget_units:
+                self.check_fresh(impl, query[span], kv_cache, i, context, chosen)
             # Rejected drafts may leave no more units than the budget.
             dropped = max(0, context // unit - group.budget_units)
             assert int(metadata.seq_lens[i]) == seq_len - dropped * unit
@@ -156,6 +161,22 @@ class Spy:
             got = output[span].float().cpu()
             assert (got - wanted).norm() < 1e-2 * wanted.norm()
             self.rows_checked += 1
+
+    def check_fresh(self, impl, query, kv_cache, row, context, chosen) -> None:
+        """A row's own queries have selected what the reference selects by them."""
+        settings = self.runtime.settings
+        asked = query[[max(0, len(query) - GAMMA - 1 + i) for i in range(GAMMA + 1)]]
+        table = self.full.block_table_tensor[row]
+        keys, _ = gathered(kv_cache, table, context + len(query))
+        ((_, heads),) = settings.target_heads.layers
+        group = impl.num_heads // impl.num_kv_heads
+        scores = reference.token_scores(
+            asked[:, list(heads)].cpu(), keys[:, [h // group for h in heads]], impl.scale
+        )
+        units = reference.unit_scores(scores, context, settings.unit)
+        wanted = reference_selection(units, units, context, settings, settings.fresh)
+        assert len(set(chosen) ^ set(wanted)) <= 2  # ties
+        self.fresh_checked += 1
 
     def check_selections(self, runtime) -> None:
         s, buffers = runtime.settings, runtime.buffers
@@ -185,7 +206,7 @@ class Spy:
                 reference.unit_scores(lookahead, context, s.unit),
                 reference.unit_scores(history, context, s.unit, s.dilation_tokens),
             ]
-            for group in s.groups:
+            for group in s.merged_groups:
                 wanted = reference_selection(*units, context, s, group)
                 got = runtime.scores.selections[group.name][row.slot.index].tolist()
                 # Block sums in another order may swap equals at the border.
@@ -195,31 +216,33 @@ class Spy:
 
 
 WIDE = {"wide_layers": [1, 3], "wide_budget": 192 * SCALE}
+FRESH = {"fresh_layer": 2}
 
 
-@pytest.mark.parametrize("wide", [{}, WIDE], ids=["one_budget", "wide"])
+@pytest.mark.parametrize("more", [{}, WIDE, FRESH], ids=["one_budget", "wide", "fresh"])
 @pytest.mark.parametrize("kernel", ["flash", "triton", "cuda"])
 @pytest.mark.parametrize("granularity", ["block", "token"])
-def test_sparse_rows_equal_the_reference(start, prompts, monkeypatch, granularity, kernel, wide):
+def test_sparse_rows_equal_the_reference(start, prompts, monkeypatch, granularity, kernel, more):
     spy = Spy(monkeypatch)
     settings = {"granularity": granularity, "verify_kernel": kernel, "sample_recovery_every": 2}
-    llm = start({**SPARSE, **settings, **wide}, **EAGER)
+    llm = start({**SPARSE, **settings, **more}, **EAGER)
     generate(llm, prompts)
     stats = runtime_of(llm).stats()
     assert stats["sparse_rows"] > 20
     assert spy.rows_checked == spy.layers * stats["sparse_rows"]
     assert spy.selections_checked > 20
+    assert (spy.fresh_checked > 20) == (more is FRESH)
     assert stats["kv_tokens_read"] < stats["kv_tokens_full"]
     assert stats["recovery_samples"] > 0
     assert 0 < stats["recovery_sum"] / stats["recovery_samples"] <= 1.001
     assert acceptance(llm)[1] > 0
 
 
-@pytest.mark.parametrize("wide", [{}, WIDE], ids=["one_budget", "wide"])
+@pytest.mark.parametrize("more", [{}, WIDE, FRESH], ids=["one_budget", "wide", "fresh"])
 @pytest.mark.parametrize("kernel", ["flash", "cuda"])
 @pytest.mark.parametrize("granularity", ["block", "token"])
-def test_graphs_and_eager_agree(start, prompts, granularity, kernel, wide):
-    settings = {**SPARSE, "granularity": granularity, "verify_kernel": kernel, **wide}
+def test_graphs_and_eager_agree(start, prompts, granularity, kernel, more):
+    settings = {**SPARSE, "granularity": granularity, "verify_kernel": kernel, **more}
     eager = start(settings, **EAGER, enable_prefix_caching=False)
     expected = generate(eager, prompts)
     counted = runtime_of(eager).stats()

@@ -111,12 +111,22 @@ class FakeEngine:
         groups = {
             "deep": LayerGroup("deep", budget, 0),
             "wide": LayerGroup("wide", 128 // unit, 64 // unit),
+            "fresh": LayerGroup("fresh", budget, 0),
         }
+        fresh = 1 if second == "fresh" else None
+        scoring = ((1, (0, 1, 2, 3)),)
         draft = None
         if draft_units is not None:
             draft = LayerGroup("draft", draft_units, draft_units // 3)
         self.settings = Settings(
-            config=DustinConfig(budget=96, sinks=4, recent=16, dense_below=0, verify_kernel=kernel),
+            config=DustinConfig(
+                budget=96,
+                sinks=4,
+                recent=16,
+                dense_below=0,
+                verify_kernel=kernel,
+                fresh_layer=fresh,
+            ),
             gamma=GAMMA,
             unit=unit,
             block_size=BLOCK,
@@ -126,7 +136,7 @@ class FakeEngine:
             second=groups[second] if second else None,
             second_layers=frozenset({1} if second else ()),
             target_layers=2,
-            target_heads=HeadSet(((0, (1,)), (1, (0, 1, 2, 3)))),
+            target_heads=HeadSet(scoring if fresh else ((0, (1,)), *scoring)),
             draft_heads=HeadSet(((0, (0, 3)),)),
         )
         monkeypatch.setattr(runtime_cuda.config, "resolve", lambda _: self.settings)
@@ -206,9 +216,15 @@ class FakeEngine:
         planned = runtime.plan_verification(metadata)
         tokens = metadata.num_actual_tokens
         heads = {"target": settings.target_heads, "draft": settings.draft_heads}
-        target = [torch.randn(tokens, 4, HEAD_DIM, device=DEVICE) for _ in range(2)]
+        target = [torch.randn(tokens, 4, HEAD_DIM, device=DEVICE) for _ in heads["target"].layers]
         for query, (layer, _) in zip(target, heads["target"].layers, strict=True):
             runtime.buffers.target_queries.take(self.layers["target"][layer].impl, query)
+        starts = metadata.query_start_loc_cpu.tolist()
+        if settings.fresh is not None:
+            runtime.select_in_step(planned)
+            for i, row in enumerate(runtime.rows):
+                if row.dense is None:
+                    self.check_fresh(i, self.own_scores(target, starts, i, contexts[i] + new[i]))
         runtime.begin_scoring(metadata, int32(rejected))
         passes, drafted = [], []
         for index in range(GAMMA):
@@ -220,21 +236,23 @@ class FakeEngine:
             passes.append(query[rows.long()] if rows is not None else query[: len(new)])
         needs = [row.needs_selection for row in runtime.rows]
         runtime.finish_scoring()
-        starts = metadata.query_start_loc_cpu.tolist()
         for i, row in enumerate(runtime.rows):
             context = contexts[i] + new[i] - rejected[i]
             if not needs[i] or context // settings.unit <= settings.largest.budget_units:
                 continue
             last = starts[i + 1] - 1 - rejected[i]
-            history = self.scores(
-                "target", [q[last : last + 1] for q in target], heads["target"], i, context
-            )
+            if settings.fresh is None:
+                history = self.scores(
+                    "target", [q[last : last + 1] for q in target], heads["target"], i, context
+                )
+            else:
+                history = self.own_scores(target, starts, i, contexts[i] + new[i])
             lookahead = self.scores(
                 "draft", [torch.stack([p[i] for p in passes])], heads["draft"], i, context + GAMMA
             )
             history_units = reference.unit_scores(history, context, settings.unit, GAMMA + 1)
             lookahead_units = reference.unit_scores(lookahead, context, settings.unit)
-            for group in settings.groups:
+            for group in settings.merged_groups:
                 wanted = reference.select_units(
                     lookahead_units.tolist(),
                     history_units.tolist(),
@@ -250,6 +268,25 @@ class FakeEngine:
                 got = runtime.scores.selections[group.name][row.slot.index].tolist()
                 assert got == wanted
         return [planned, drafted]
+
+    def own_scores(self, target: list, starts: list[int], row: int, length: int):
+        """Reference token scores by the last queries of the step itself, as many as verify."""
+        begin, end = starts[row : row + 2]
+        asked = [max(begin, end - GAMMA - 1 + i) for i in range(GAMMA + 1)]
+        heads = self.settings.target_heads
+        return self.scores("target", [q[asked] for q in target], heads, row, length)
+
+    def check_fresh(self, row: int, scores: torch.Tensor) -> None:
+        """What a sparse row's own queries select, for ``check_compacted``."""
+        runtime, settings = self.runtime, self.settings
+        context = runtime.rows[row].context
+        units = reference.unit_scores(scores, context, settings.unit).tolist()
+        wanted = reference.select_units(
+            *(units, units, context, settings.unit, settings.fresh.budget_units),
+            *(4, 16, "fill", 0, 0.0),
+        )
+        assert runtime.buffers.groups["fresh"].selected[row].tolist() == wanted
+        self.before["fresh"][runtime.rows[row].slot.index] = int32(wanted)
 
     def check_compacted(self, metadata, full_lens, contexts, group, sparse) -> None:
         runtime, unit = self.runtime, self.settings.unit
@@ -270,7 +307,8 @@ class FakeEngine:
 
 
 @pytest.mark.parametrize(
-    ("draft_units", "second"), [(None, None), (48, None), (None, "deep"), (None, "wide")]
+    ("draft_units", "second"),
+    [(None, None), (48, None), (None, "deep"), (None, "wide"), (None, "fresh")],
 )
 @pytest.mark.parametrize("unit", [1, 16])
 def test_steps_of_the_cuda_runtime_equal_the_reference(monkeypatch, unit, draft_units, second):
@@ -317,6 +355,26 @@ def test_steps_of_the_cuda_runtime_equal_the_reference(monkeypatch, unit, draft_
         assert stats["draft_kv_tokens_read"] < stats["draft_kv_tokens_full"]
         engine.check_compacted(planned, full, contexts, settings.target, sparse)
         engine.check_compacted(drafted[-1], full, contexts, settings.draft, sparse)
+
+
+def test_what_graphs_hold_of_the_fresh_layer_is_not_switched(monkeypatch):
+    engine = FakeEngine(monkeypatch, 16, None, second="fresh")
+    runtime, settings = engine.runtime, engine.settings
+    engine.runner.vllm_config.model_config.enforce_eager = False
+    runtime._check_fresh(settings)
+    rival = settings.config.model_copy(update={"policy": "streaming"})
+    smaller = dataclasses.replace(settings.second, budget_units=5)
+    for other in ({"config": rival}, {"second": smaller}):
+        changed = dataclasses.replace(settings, **other)
+        with pytest.raises(runtime_cuda.config.ConfigError, match="use enforce_eager, or an"):
+            runtime._check_fresh(changed)
+        engine.runner.vllm_config.model_config.enforce_eager = True
+        runtime._check_fresh(changed)
+        engine.runner.vllm_config.model_config.enforce_eager = False
+    before = runtime.buffers.groups["fresh"]
+    runtime._resize()
+    assert runtime.buffers.groups["fresh"] is before  # graphs hold its memory
+    assert runtime.buffers.groups["target"] is not before
 
 
 @pytest.mark.parametrize("unit", [1, 16])

@@ -21,6 +21,7 @@ HEADS = {
     "target_heads": [{"layer": 1, "heads": [0]}, {"layer": 2, "heads": [0, 1, 3]}],
     "draft_heads": [{"layer": 0, "heads": [2, 3]}],
 }
+FRESH = {"fresh_layer": 2, **HEADS, "target_heads": HEADS["target_heads"][1:]}
 PROMPTS = [tokens(i, n) for i, n in enumerate((300, 520, 256))]
 
 SCRIPT = """
@@ -73,11 +74,17 @@ def assert_same(two: dict, one: dict) -> None:
         assert counts["sparse_rows"] == one["stats"][0]["sparse_rows"] > 20
 
 
-@pytest.mark.parametrize(("aggregate", "kv_heads"), [("mean", 2), ("max", 2), ("mean", 1)])
-def test_two_ranks_select_and_write_what_one_does(target, draft, tmp_path, aggregate, kv_heads):
+@pytest.mark.parametrize(
+    ("aggregate", "kv_heads", "heads"),
+    [("mean", 2, HEADS), ("max", 2, HEADS), ("mean", 1, HEADS), ("mean", 2, FRESH)],
+    ids=["mean", "max", "one_key_head", "fresh"],
+)
+def test_two_ranks_select_and_write_what_one_does(
+    target, draft, tmp_path, aggregate, kv_heads, heads
+):
     if kv_heads == 1:  # vLLM gives both ranks the same key head
         target = write_tiny_qwen2(tmp_path / "target", layers=4, kv_heads=1)
-    dustin = {"budget": 160, "recent": 32, "aggregate": aggregate, **HEADS}
+    dustin = {"budget": 160, "recent": 32, "aggregate": aggregate, **heads}
     one = generate_in_child(target, draft, dustin, 1)
     assert_same(generate_in_child(target, draft, dustin, 2), one)
 

@@ -100,6 +100,10 @@ eval_tokens() { # single tokens, as by default here
 part_eval_wide() { # three of 24 layers read 4096: 1408 on average
   eval_tokens eval-wide-h200 --budget 1024 --dustin-json '{"wide_layers": [16, 21, 22]}'
 }
+part_eval_fresh() { # layer 16's own queries select for it and all deeper ones
+  eval_tokens eval-fresh-h200 --budget 1024 --dustin-json '{"fresh_layer": 16}'
+}
+part_eval_fresh_512() { eval_tokens eval-fresh-512-h200 --budget 512 --dustin-json '{"fresh_layer": 16}'; }
 part_eval_wide_8192() { # 1920 on average
   eval_tokens eval-wide-8192-h200 --budget 1024 --tasks continuation --dustin-json '{"wide_layers": [16, 21, 22], "wide_budget": 8192}'
 }
