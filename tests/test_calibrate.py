@@ -914,6 +914,71 @@ def test_the_report_holds_wide_layers_against_one_budget() -> None:
     assert rows["history only"].over == "without wide layers"
 
 
+def test_the_queries_of_a_fresh_layer_select_in_a_trial(
+    pair: tuple[Model, Model], scores: Scores, tmp_path: Path
+) -> None:
+    """The first layer's queries are those of the trace, whatever is selected."""
+    made = made_search(pair, scores, tmp_path)
+    for unit, heads_ in ((16, None), (1, [1, 2])):
+        heads = [{"layer": 0, "heads": heads_}]
+        wanted = config(budget=128, fresh_layer=0, target_heads=heads)
+        expected: policies.Selections = []
+        for item in scores.items:
+            trace, n = scores.traces[item.trace], item.context
+            rows = trace.row_indices(n, n + GAMMA)
+            keys = trace.target_keys[0, :, : n + GAMMA + 1].transpose(0, 1)
+            queries, chosen = trace.target_queries[0, rows], list(heads_ or range(4))
+            mass = reference.token_scores(
+                queries[:, chosen],
+                keys[:, [head // 2 for head in chosen]],
+                float(trace.target_scales[0]),
+            )
+            units = reference.unit_scores(mass, n, unit).tolist()
+            kept = reference.select_units(units, units, n, unit, 128 // unit, 4, 16, "fill", 0, 0.0)
+            expected.append(torch.tensor(kept))
+        kl = made.evaluator.measure(expected, unit).kl
+        assert made.trial(wanted, unit).window_kl == pytest.approx(
+            policies.by_window(scores, kl).tolist(), rel=1e-4
+        )
+
+
+def test_a_fresh_layer_must_lower_kl_by_enough(
+    pair: tuple[Model, Model], scores: Scores, tmp_path: Path
+) -> None:
+    made = made_search(pair, scores, tmp_path)
+    base = made.trial(config(budget=96), 16)
+    losses = {}
+    for layer in range(4):
+        update = {"fresh_layer": layer, "target_heads": [{"layer": layer}]}
+        losses[layer] = made.trial(config(budget=96, **update), 16).loss
+    best = min(losses, key=lambda layer: losses[layer])
+    found = made.fresh_layer(replace(base, loss=2 * losses[best]))
+    assert (found.config.fresh_layer, found.loss) == (best, losses[best])
+    assert [scoring.layer for scoring in found.config.target_heads or ()] == [best]
+    same = replace(base, loss=losses[best])
+    assert made.fresh_layer(same) is same
+
+
+def test_the_search_ends_with_a_fresh_layer_if_asked(
+    pair: tuple[Model, Model], scores: Scores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        search.Search,
+        "fresh_layer",
+        lambda self, base: replace(base, config=base.config.model_copy(update={"fresh_layer": 2})),
+    )
+    made = made_search(pair, scores, tmp_path)
+    found = made.run(config(budget=96), 2, seed=0, most_layers=1, fresh=True)
+    assert report.profile_data(*pair, found, False, "here")["settings"]["fresh_layer"] == 2
+    plain = made.run(config(budget=96), 2, seed=0, most_layers=1)
+    assert "fresh_layer" not in report.profile_data(*pair, plain, False, "here")["settings"]
+    rows = {row.name: row for row in report.variants(found.chosen.config, config(), 4)}
+    assert rows["hybrid"].config.fresh_layer == 2
+    assert rows["without fresh layer"].config.fresh_layer is None
+    assert rows["history only"].over == "without fresh layer"
+    assert all(row.config.fresh_layer is None for row in rows.values() if row.name != "hybrid")
+
+
 def trial(loss: float, scoring: int, kl: tuple[float, ...]) -> search.Trial:
     return search.Trial(config(), 16, loss, scoring, kl)
 
@@ -1197,6 +1262,7 @@ def test_wrong_options_are_refused(target: Path, draft: Path, tmp_path: Path) ->
         ({"budget": 300}, "budget=300: covers the context of 320"),
         ({"windows": 2}, "windows=2"),
         ({"dtype": "int8"}, "dtype=int8: choose"),
+        ({"wide": 2, "fresh": True}, "wide=2, fresh: .*ask for one"),
         ({"target": tmp_path}, "target=.*no config.json"),
         ({"context": 8192, "budget": 512}, "context=8192: target=.*at most 4096"),
     ):

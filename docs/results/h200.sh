@@ -109,6 +109,7 @@ part_eval_wide_8192() { # 1920 on average
 }
 part_eval_one_budget() { eval_tokens eval-one-budget-h200 --budget 1024,1408,1920 --tasks continuation; } # of as many reads
 part_calibrate_wide() { calibrate calibrate-qwen-coder-0.5b-wide-h200 --context 8192 --tokens --windows 16 --held-out 16 --wide 3 --max-seconds 900; }
+part_calibrate_fresh() { calibrate calibrate-qwen-coder-0.5b-fresh-h200 --context 8192 --tokens --windows 16 --held-out 16 --fresh --max-seconds 900; }
 part_eval_drift() { evaluate eval-drift-h200 --context 16384 --tasks drift --drift-samples 8 --policies dustin,streaming --budget 1024 --max-seconds 300; }
 part_eval_budgets() {
   evaluate eval-budgets-h200 --context 16384 --tasks continuation --samples 16 --budget 128,256,512,1024,2048,4096 \

@@ -138,6 +138,16 @@ class Prefill:
         )
 
 
+class SelectInStep(Protocol):
+    """What one layer's own queries select for it and all deeper ones."""
+
+    def __call__(
+        self, index: int, queries: torch.Tensor, cached: torch.Tensor, new: torch.Tensor
+    ) -> torch.Tensor:
+        """queries [H, Q, D] of sequence ``index``, its cached keys [Hkv, L, D] and new ones [Hkv,
+        Q, D]; returns the cached positions that are read, [K] long."""
+
+
 class SparseRows:
     """The new tokens of each sequence attend to chosen cached positions and to one another.
 
@@ -146,6 +156,7 @@ class SparseRows:
             (layers, [layers, Hkv, L, D] each).
         kept: per sequence the cached positions that are read, [K] long.
         second: the same for ``second_layers``; None: ``kept``.
+        fresh: what layer ``fresh_layer`` selects for ``second_layers``.
     """
 
     def __init__(
@@ -154,9 +165,12 @@ class SparseRows:
         kept: Sequence[torch.Tensor],
         second: Sequence[torch.Tensor] | None = None,
         second_layers: Collection[int] = (),
+        fresh_layer: int | None = None,
+        fresh: SelectInStep | None = None,
     ) -> None:
         self.caches = caches
         self.kept = kept
+        self.fresh_layer, self.fresh = fresh_layer, fresh
         self.second = kept if second is None else second
         self.second_layers = second_layers
 
@@ -171,6 +185,11 @@ class SparseRows:
         """See ``Plan``. Row i of a sequence also sees its new tokens 0 .. i."""
         out = torch.empty_like(queries)
         num_kv_heads, width = keys.shape[1], keys.shape[2]
+        if self.fresh is not None and layer == self.fresh_layer:
+            self.second = [
+                self.fresh(index, queries[index], cached[layer], keys[index])
+                for index, (cached, _) in enumerate(self.caches)
+            ]
         chosen = self.second if layer in self.second_layers else self.kept
         for index, ((all_keys, all_values), kept) in enumerate(
             zip(self.caches, chosen, strict=True)

@@ -56,6 +56,10 @@ def calibrate(
             min=0, help="Find so many layers at most that read four times the budget (wide_layers)."
         ),
     ] = 0,
+    fresh: Annotated[
+        bool,
+        typer.Option(help="Find the layer whose own queries select for deeper ones (fresh_layer)."),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of text, search and intervals.")] = 0,
     settings: Annotated[
         str | None,
@@ -129,6 +133,7 @@ def calibrate(
             trials=trials,
             layers=layers,
             wide=wide,
+            fresh=fresh,
             seed=seed,
             device=device,
             dtype=dtype,

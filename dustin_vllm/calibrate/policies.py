@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from dustin_vllm import reference
-from dustin_vllm.calibrate.traces import Scores
+from dustin_vllm.calibrate.traces import Scores, probabilities
 from dustin_vllm.config import (
     DustinConfig,
     HeadSet,
@@ -195,7 +195,7 @@ def select_groups(
     scores: Scores, settings: Settings, signal: Signal = "settings"
 ) -> tuple[Selections, Selections | None]:
     """The selections of the target's layers, and of ``settings.second_layers`` (None: one set for
-    all): the deeper half with merge "split", or wide layers.
+    all, or one that is made within the step): the deeper half with merge "split", or wide layers.
 
     A half's oracle as signal means both halves, each with its own.
     """
@@ -203,9 +203,38 @@ def select_groups(
         first = select(scores, settings, "first half's oracle")
         return first, select(scores, settings, "deeper half's oracle")
     first = select(scores, settings, signal)
-    if signal != "settings" or settings.second is None:
+    if signal != "settings" or settings.second is None or settings.fresh is not None:
         return first, None
     return first, select(scores, settings, signal, settings.second)
+
+
+def select_in_step(
+    settings: Settings,
+    context: int,
+    queries: torch.Tensor,
+    cached: torch.Tensor,
+    new: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Cached positions that the queries of a step select in ``fresh_layer``, as the runtime does.
+
+    Args:
+        queries: [H, Q, D]; cached, new: keys [Hkv, context or more, D] and [Hkv, Q, D].
+
+    Returns:
+        [K] int64, ascending.
+    """
+    group, unit = settings.fresh, settings.unit
+    assert group is not None
+    if context // unit <= group.budget_units:
+        return torch.arange(context)
+    ((_, heads),) = settings.target_heads.layers
+    keys = torch.cat([cached[:, :context].to(new), new], dim=1)
+    rows = probabilities(queries.transpose(0, 1), keys, scale)[:, list(heads)].flatten(0, 1)
+    tokens = rows.mean(0) if settings.config.aggregate == "mean" else rows.amax(0)
+    units = reference.unit_scores(tokens.cpu(), context, unit)[None]
+    chosen = merge_and_select(units, units, torch.tensor([context]), settings, group)
+    return kept_positions(chosen[0].long(), context, unit)
 
 
 def mirrored(settings: Settings) -> Settings:

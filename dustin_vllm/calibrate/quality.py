@@ -17,8 +17,9 @@ import torch
 
 from dustin_vllm.calibrate.attention import SparseRows, active
 from dustin_vllm.calibrate.models import Model
-from dustin_vllm.calibrate.policies import Selections, kept_positions
+from dustin_vllm.calibrate.policies import Selections, kept_positions, select_in_step
 from dustin_vllm.calibrate.traces import Scores
+from dustin_vllm.config import Settings
 from dustin_vllm.results import ResultsError
 
 MAX_ROWS = 256  # rows per forward pass; bounds the logits in memory
@@ -103,19 +104,25 @@ class Evaluator:
         unit: int,
         second: Selections | None = None,
         second_layers: Collection[int] = (),
+        fresh: Settings | None = None,
     ) -> Quality:
         """Quality under the selections, one per item.
 
         Args:
             second: what ``second_layers`` read; None: the same.
+            fresh: settings with a ``fresh_layer``, whose queries select for ``second_layers``.
         """
         about = [self._key, unit, _listed(selections)]
         if second is not None:
             about += [_listed(second), sorted(second_layers)]
+        if fresh is not None:
+            config = fresh.config
+            about += ["fresh", fresh.target_heads.layers, fresh.gamma, config.aggregate]
+            about += [fresh.second.budget_units if fresh.second else 0, config.sinks, config.recent]
         key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
         values = self.journal.get(key)
         if values is None:
-            values = self._run(selections, unit, second, second_layers)
+            values = self._run(selections, unit, second, second_layers, fresh)
             self.journal.put(key, values)
             self.measured += 1
         return Quality(torch.tensor(values["kl"]), torch.tensor(values["agreement"]))
@@ -127,6 +134,7 @@ class Evaluator:
         unit: int,
         second: Selections | None,
         second_layers: Collection[int],
+        fresh: Settings | None,
     ) -> dict[str, list[float]]:
         everything: Selections = [None] * len(selections)
         if self._dense is None:
@@ -135,7 +143,7 @@ class Evaluator:
         kl: list[float] = []
         agreement: list[float] = []
         for batch, dense in zip(self._batches(), self._dense, strict=True):
-            sparse = self._log_probs(batch, selections, unit, second, second_layers)
+            sparse = self._log_probs(batch, selections, unit, second, second_layers, fresh)
             divergence = (dense.exp() * (dense - sparse)).sum(-1).clamp_(min=0)
             kl += divergence.mean(1).tolist()
             same = dense.argmax(-1) == sparse.argmax(-1)
@@ -154,6 +162,7 @@ class Evaluator:
         unit: int,
         second: Selections | None = None,
         second_layers: Collection[int] = (),
+        fresh: Settings | None = None,
     ) -> torch.Tensor:
         """[items of the batch, gamma + 1, V] fp32 log probabilities."""
         device, width = self.target.device, self.scores.gamma + 1
@@ -172,11 +181,22 @@ class Evaluator:
                 for index, context in zip(batch, contexts, strict=True)
             ]
 
+        def selected(
+            index: int, queries: torch.Tensor, cached: torch.Tensor, new: torch.Tensor
+        ) -> torch.Tensor:
+            assert fresh is not None
+            layer = fresh.config.fresh_layer
+            item = self.scores.items[batch[index]]
+            scale = float(self.scores.traces[item.trace].target_scales[layer])
+            return select_in_step(fresh, item.context, queries, cached, new, scale)
+
         plan = SparseRows(
             caches,
             kept(selections),
             None if second is None else kept(second),
             second_layers,
+            None if fresh is None else fresh.config.fresh_layer,
+            None if fresh is None else selected,
         )
         with active(plan):
             logits = self.target.module(

@@ -112,6 +112,10 @@ def variants(chosen: DustinConfig, default: DustinConfig, num_layers: int) -> li
         chosen = chosen.model_copy(update={"wide_layers": (), "wide_budget": None})
         rows.append(Variant("without wide layers", chosen, over=base))
         base = "without wide layers"  # what follows is about signals, of one selection
+    if chosen.fresh_layer is not None:
+        chosen = chosen.model_copy(update={"fresh_layer": None})
+        rows.append(Variant("without fresh layer", chosen, over=base))
+        base = "without fresh layer"
     rows.append(Variant("oracle", chosen, "oracle", base))
     for name, config, over in (("", chosen, base), (f"{usual}, ", default, usual)):
         split = config.model_copy(update={"merge": "split"})
@@ -167,7 +171,8 @@ def quality_rows(
         layers = settings.second_layers
         if row.signal == "first half's oracle":
             layers = frozenset(range(first_deep_layer(num_layers), num_layers))
-        quality = evaluator.measure(selections, unit, second, layers)
+        fresh = settings if settings.fresh is not None and row.signal == "settings" else None
+        quality = evaluator.measure(selections, unit, second, layers, fresh)
         windows = known[row.name] = policies.by_window(scores, quality.kl)
         recovered = _recovery(scores, settings, row.signal, selections, second)
         entry: dict[str, Any] = {"name": row.name, **interval(windows, seed)}
@@ -221,6 +226,8 @@ def profile_data(target: Model, draft: Model, found: Found, units_open: bool, so
     dump = config.model_dump(mode="json")
     if config.wide_layers:
         fields.append("wide_layers")
+    if config.fresh_layer is not None:
+        fields.append("fresh_layer")
     settings = {name: dump[name] for name in fields}
     if units_open:
         settings["granularity"] = "token" if found.chosen.unit == 1 else "block"

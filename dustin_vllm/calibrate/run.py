@@ -64,6 +64,7 @@ class Options:
     trials: int = 40
     layers: int = 4
     wide: int = 0  # wide layers at most
+    fresh: bool = False  # whether to look for a fresh layer
     seed: int = 0
     device: str = "cpu"
     dtype: str = "auto"
@@ -144,6 +145,10 @@ def check(options: Options) -> None:
         raise CalibrationError(
             f"windows={options.windows}, held_out={options.held_out}: use {len(KINDS)} or more "
             "of both, one of every kind of text"
+        )
+    if options.wide and options.fresh:
+        raise CalibrationError(
+            f"wide={options.wide}, fresh: both give layers a selection of their own; ask for one"
         )
     if options.dtype not in ("auto", "bfloat16", "float32"):
         raise CalibrationError(f"dtype={options.dtype}: choose auto, bfloat16 or float32")
@@ -293,7 +298,9 @@ def _search(job: _Job) -> Found:
         stop,
     )
     base = DustinConfig.model_validate({"budget": options.budget})
-    found = search.run(base, options.trials, options.seed, options.layers, options.wide)
+    found = search.run(
+        base, options.trials, options.seed, options.layers, options.wide, options.fresh
+    )
     job.data.update(
         search_windows=len(scores.traces),
         layers={"target": found.target_layers, "draft": found.draft_layers},

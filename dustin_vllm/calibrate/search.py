@@ -102,7 +102,9 @@ class Search:
     def quality(self, settings: Settings, signal: Signal = "settings") -> Quality:
         """Quality on all items."""
         selections, second = policies.select_groups(self.scores, settings, signal)
-        return self.evaluator.measure(selections, settings.unit, second, settings.second_layers)
+        fresh = settings if settings.fresh is not None and signal == "settings" else None
+        layers = settings.second_layers
+        return self.evaluator.measure(selections, settings.unit, second, layers, fresh)
 
     def window_kl(self, quality: Quality) -> torch.Tensor:
         """[windows] mean KL."""
@@ -211,8 +213,29 @@ class Search:
             listed = ranked[1 : BY_BUDGET + 1]
         return tuple(chosen)
 
+    def fresh_layer(self, base: Trial) -> Trial:
+        """The trial with a ``fresh_layer`` whose KL is lowest, or the one given if none is lower
+        by enough. Scoring heads are all those of the layer."""
+        best = base
+        for layer in range(self.target.layers):
+            self.advance("fresh layer", layer, self.target.layers)
+            if layer and self.stop("fresh layer"):
+                break
+            update = {"fresh_layer": layer, "target_heads": _layers([layer])}
+            trial = self.trial(base.config.model_copy(update=update), base.unit)
+            if trial.loss < best.loss:
+                best = trial
+        self.advance("fresh layer", self.target.layers, self.target.layers)
+        return best if best.loss <= base.loss * WORTHWHILE else base
+
     def run(
-        self, base: DustinConfig, trials: int, seed: int, most_layers: int, most_wide: int = 0
+        self,
+        base: DustinConfig,
+        trials: int,
+        seed: int,
+        most_layers: int,
+        most_wide: int = 0,
+        fresh: bool = False,
     ) -> Found:
         """The whole search.
 
@@ -222,6 +245,7 @@ class Search:
             seed: of Optuna's sampler.
             most_layers: scoring layers of the target at most, and of the draft.
             most_wide: wide layers at most.
+            fresh: whether to look for a ``fresh_layer``; not beside wide layers.
         """
         target_layers = self.greedy_layers("target", base, most_layers)
         with_target = base.model_copy(update={"target_heads": _layers(target_layers)})
@@ -233,6 +257,8 @@ class Search:
         if wide:
             update = {"wide_layers": tuple(sorted(wide))}
             chosen = self.trial(chosen.config.model_copy(update=update), chosen.unit)
+        elif fresh:
+            chosen = self.fresh_layer(chosen)
         return Found(
             target_layers=target_layers,
             draft_layers=draft_layers,
