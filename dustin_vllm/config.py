@@ -899,7 +899,6 @@ def describe(
         "budget_units": settings.target.budget_units,
         "lookahead_units": settings.target.lookahead_units,
         "draft_budget_units": None if settings.draft is None else settings.draft.budget_units,
-        "fresh_layer": settings.config.fresh_layer,
         "wide_layers": sorted(settings.config.wide_layers),
         "wide_budget_units": settings.largest.budget_units if settings.config.wide_layers else None,
         "dilation_tokens": settings.dilation_tokens,

@@ -159,7 +159,7 @@ class CpuRuntime(DustinRuntime):
         self._to_score: list[int] = []  # batch rows that get a selection in this step
         self._history: torch.Tensor | None = None  # [len(to_score), C] token scores of this rank
         self._fresh: torch.Tensor | None = None  # the same of all ranks, of the step's own queries
-        self._planned: Any = None  # vLLM's metadata of this step
+        self._whole: Any = None  # vLLM's metadata of this step, with whole block tables
         self._contexts = torch.empty(0)  # [len(to_score)] int32
         self._block_table = torch.empty(0)  # [len(to_score), MB] int32
         self._last_queries = torch.empty(0)  # [len(to_score), scoring heads, D]
@@ -168,7 +168,7 @@ class CpuRuntime(DustinRuntime):
     def plan_verification(self, metadata: Any) -> Any:
         self.target.arm(None)
         self.target.reset()
-        self._planned, self._fresh = metadata, None
+        self._whole, self._fresh = metadata, None
         self.decide_rows(metadata)
         self._to_score = [i for i, row in enumerate(self.rows) if row.needs_selection]
         if self._to_score:
@@ -215,13 +215,13 @@ class CpuRuntime(DustinRuntime):
         if not self._to_score or self.settings.fresh is None:
             return
         started = time.perf_counter()
-        settings, planned = self.settings, self._planned
+        settings, whole = self.settings, self._whole
         width = settings.gamma + 1
         own = self.target.token_scores(
             [capture.taken[-1].unflatten(0, (-1, width)) for capture in self.target.captures],
             width,
-            planned.block_table_tensor[self._to_score],
-            planned.seq_lens[self._to_score],
+            whole.block_table_tensor[self._to_score],
+            whole.seq_lens[self._to_score],
         )
         self._fresh = reduce_scores(own, settings.config.aggregate)
         sparse = [i for i, row in enumerate(self.rows) if row.dense is None]
@@ -234,7 +234,7 @@ class CpuRuntime(DustinRuntime):
             units = cpu_ops.unit_scores(tokens, contexts, settings.unit, 0)
             made = selection.merge_and_select(units, units, contexts, settings, group)
             self.scores.selections[group.name][[row.slot.index for row in rows]] = made
-            compacted = self._compact(planned, sparse, group)
+            compacted = self._compact(whole, sparse, group)
             metadata.dustin_second.block_table.copy_(compacted.block_table_tensor)
         self.counters.scoring_seconds += time.perf_counter() - started
 

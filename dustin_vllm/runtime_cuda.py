@@ -862,11 +862,11 @@ class CudaRuntime(DustinRuntime):
         target = buffers.groups[settings.target.name]
         sizes = (buffers.max_rows, buffers.scores.shape[2], self.runner.device)
         # So is what is used within a step, where it stays the same, see _check_fresh.
-        unchanged = {buffers.settings.fresh} & {settings.fresh} - {None}
+        unchanged = settings.fresh if settings.fresh == buffers.settings.fresh else None
         buffers.settings = settings
         buffers.groups = {
             group.name: buffers.groups[group.name]
-            if group in unchanged
+            if group == unchanged
             else replace(
                 buffers.groups.get(group.name, target),
                 **_selection_buffers(settings, group, *sizes),

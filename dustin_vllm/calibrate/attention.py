@@ -9,7 +9,7 @@ loaded with this attention refuses to run. No plan builds a context x context ma
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -138,14 +138,10 @@ class Prefill:
         )
 
 
-class SelectInStep(Protocol):
-    """What one layer's own queries select for it and all deeper ones."""
-
-    def __call__(
-        self, index: int, queries: torch.Tensor, cached: torch.Tensor, new: torch.Tensor
-    ) -> torch.Tensor:
-        """queries [H, Q, D] of sequence ``index``, its cached keys [Hkv, L, D] and new ones [Hkv,
-        Q, D]; returns the cached positions that are read, [K] long."""
+SelectInStep = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""What one layer's own queries select for it and all deeper ones. Called with a sequence's index,
+its queries [H, Q, D], cached keys [Hkv, L, D], new keys [Hkv, Q, D] and the softmax scale; returns
+the cached positions that are read, [K] long."""
 
 
 class SparseRows:
@@ -156,7 +152,7 @@ class SparseRows:
             (layers, [layers, Hkv, L, D] each).
         kept: per sequence the cached positions that are read, [K] long.
         second: the same for ``second_layers``; None: ``kept``.
-        fresh: what layer ``fresh_layer`` selects for ``second_layers``.
+        fresh: selects for ``second_layers``, in the first of them.
     """
 
     def __init__(
@@ -165,14 +161,13 @@ class SparseRows:
         kept: Sequence[torch.Tensor],
         second: Sequence[torch.Tensor] | None = None,
         second_layers: Collection[int] = (),
-        fresh_layer: int | None = None,
         fresh: SelectInStep | None = None,
     ) -> None:
         self.caches = caches
         self.kept = kept
-        self.fresh_layer, self.fresh = fresh_layer, fresh
         self.second = kept if second is None else second
         self.second_layers = second_layers
+        self.fresh = fresh
 
     def attend(
         self,
@@ -185,9 +180,9 @@ class SparseRows:
         """See ``Plan``. Row i of a sequence also sees its new tokens 0 .. i."""
         out = torch.empty_like(queries)
         num_kv_heads, width = keys.shape[1], keys.shape[2]
-        if self.fresh is not None and layer == self.fresh_layer:
+        if self.fresh is not None and layer == min(self.second_layers):
             self.second = [
-                self.fresh(index, queries[index], cached[layer], keys[index])
+                self.fresh(index, queries[index], cached[layer], keys[index], scale)
                 for index, (cached, _) in enumerate(self.caches)
             ]
         chosen = self.second if layer in self.second_layers else self.kept

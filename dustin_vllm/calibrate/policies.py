@@ -208,6 +208,11 @@ def select_groups(
     return first, select(scores, settings, signal, settings.second)
 
 
+def within_step(settings: Settings, signal: Signal) -> Settings | None:
+    """The settings if a selection is made within the step under them, see ``select_in_step``."""
+    return settings if settings.fresh is not None and signal == "settings" else None
+
+
 def select_in_step(
     settings: Settings,
     context: int,

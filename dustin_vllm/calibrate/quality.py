@@ -12,6 +12,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -181,22 +182,16 @@ class Evaluator:
                 for index, context in zip(batch, contexts, strict=True)
             ]
 
-        def selected(
-            index: int, queries: torch.Tensor, cached: torch.Tensor, new: torch.Tensor
-        ) -> torch.Tensor:
+        def in_step(index: int, *inputs: Any) -> torch.Tensor:
             assert fresh is not None
-            layer = fresh.config.fresh_layer
-            item = self.scores.items[batch[index]]
-            scale = float(self.scores.traces[item.trace].target_scales[layer])
-            return select_in_step(fresh, item.context, queries, cached, new, scale)
+            return select_in_step(fresh, self.scores.items[batch[index]].context, *inputs)
 
         plan = SparseRows(
             caches,
             kept(selections),
             None if second is None else kept(second),
             second_layers,
-            None if fresh is None else fresh.config.fresh_layer,
-            None if fresh is None else selected,
+            None if fresh is None else in_step,
         )
         with active(plan):
             logits = self.target.module(

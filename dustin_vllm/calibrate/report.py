@@ -171,7 +171,7 @@ def quality_rows(
         layers = settings.second_layers
         if row.signal == "first half's oracle":
             layers = frozenset(range(first_deep_layer(num_layers), num_layers))
-        fresh = settings if settings.fresh is not None and row.signal == "settings" else None
+        fresh = policies.within_step(settings, row.signal)
         quality = evaluator.measure(selections, unit, second, layers, fresh)
         windows = known[row.name] = policies.by_window(scores, quality.kl)
         recovered = _recovery(scores, settings, row.signal, selections, second)

@@ -102,8 +102,7 @@ class Search:
     def quality(self, settings: Settings, signal: Signal = "settings") -> Quality:
         """Quality on all items."""
         selections, second = policies.select_groups(self.scores, settings, signal)
-        fresh = settings if settings.fresh is not None and signal == "settings" else None
-        layers = settings.second_layers
+        fresh, layers = policies.within_step(settings, signal), settings.second_layers
         return self.evaluator.measure(selections, settings.unit, second, layers, fresh)
 
     def window_kl(self, quality: Quality) -> torch.Tensor:
