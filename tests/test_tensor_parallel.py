@@ -21,7 +21,8 @@ HEADS = {
     "target_heads": [{"layer": 1, "heads": [0]}, {"layer": 2, "heads": [0, 1, 3]}],
     "draft_heads": [{"layer": 0, "heads": [2, 3]}],
 }
-FRESH = {"fresh_layer": 2, **HEADS, "target_heads": HEADS["target_heads"][1:]}
+# Weighted: a history that is summed over ranks twice selects otherwise.
+FRESH = {**HEADS, "fresh_layer": 2, "target_heads": HEADS["target_heads"][1:], "merge": "weighted"}
 PROMPTS = [tokens(i, n) for i, n in enumerate((300, 520, 256))]
 
 SCRIPT = """
