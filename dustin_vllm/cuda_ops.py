@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MAX_QUERY_ROWS = 64  # queries times heads that share one key head
 HEAD_DIMS = (64, 128)
 CAPABILITY = (9, 0)
-EARLY_TABLE = 16  # bit of the library's variant, see attention.cu
+EARLY = 16  # bit of the library's variant, see attention.cu
 BUILD = (
     *("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a"),
     *("-shared", "-Xcompiler", "-fPIC", "-cudart", "static"),
@@ -156,7 +156,7 @@ def paged_attention(
     scale: float,
     num_splits: int = 1,
     tuning: int = 0,
-    early_table: bool = False,
+    early: bool = False,
     library: ctypes.CDLL | None = None,
 ) -> torch.Tensor:
     """See ``triton_kernels.paged_attention``, whose arguments these are; fp16 and bf16.
@@ -164,10 +164,11 @@ def paged_attention(
     Args:
         value_cache: a token's values follow its keys in memory, as in vLLM's caches.
         num_splits: 1, 2, 4 or 8 blocks per sequence and key head.
-        tuning: 1 or 2 of the library, 0 for its own choice.
-        early_table: block_table, seq_lens and query_starts may be read while the previous kernel
-            of the stream still runs. It must not write them, and an ordinary launch must lie
-            between those that did and this one.
+        tuning: one of the library, see launch_tuned there; 0 for its own choice.
+        early: block_table, seq_lens, query_starts and what the cache holds of tokens before each
+            sequence's queries may be read while the previous kernel of the stream still runs. It
+            must not write them, and an ordinary launch must lie between those that did and this
+            one.
         library: None: the one for this device, built if need be.
 
     Raises:
@@ -227,7 +228,7 @@ def paged_attention(
         max_queries,
         num_splits,
         queries.dtype == torch.bfloat16,
-        tuning + EARLY_TABLE * early_table,
+        tuning + EARLY * early,
         scale,
         stream,
     )

@@ -410,7 +410,7 @@ def attend(impl: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
     # What writes the table is far behind: at least the layer's write into the cache is between.
     # But not in a layer that has just selected.
     early = impl.selects is None
-    cuda_ops.paged_attention(*inputs, splits, early_table=early, library=impl.own.library)
+    cuda_ops.paged_attention(*inputs, splits, early=early, library=impl.own.library)
 
 
 def _splits(pairs: int, device: torch.device) -> int:

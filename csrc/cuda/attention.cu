@@ -9,18 +9,22 @@
 //
 // Keys and values of a token and head lie next to each other: one bulk copy brings both, so that
 // pages of one token are as fast as longer ones. It is issued by one instruction, but a warp
-// issues only one in some 40 ns, and waits where the memory is busy. So four warps do nothing but
-// copy, as far ahead as shared memory allows, and the others have their registers.
+// issues only one in some 40 ns, and waits where the memory is busy. So some warps do nothing but
+// copy, as far ahead as shared memory allows, and the others have their registers. What the kernel
+// before cannot write, they copy while it still runs.
 //
-// Products are transposed, so that the few query rows are the dimension padded to 8 and not 16:
-//   1. S^T = K Q^T of a group by each warp, with the queries in registers as far as they fit.
-//   2. P = exp2(S - reference), to shared memory, and a barrier. The reference of the first chunk
-//      is its maximum, which takes another barrier to find; later ones keep it, as it need not be
-//      the maximum: only where a weight is large are maxima exchanged again.
-//   3. O^T = V^T P^T, by four warps together (wgmma): V^T from registers, P from shared memory. A
-//      warp takes 16 or 32 dimensions of all tokens, so that no sums over warps follow the last
-//      byte. wgmma reads K's and V's rows only in layouts that these copies cannot make, so step 1,
-//      where K would have to come with the queries, stays with one product per warp.
+// Products are by four warps together (wgmma), and transposed, so that the few query rows are the
+// dimension padded to 8 and not 64:
+//   1. S^T = K Q^T, a warp's group from registers, as wgmma reads K's rows only in layouts that
+//      these copies cannot make, and Q from shared memory.
+//   2. P = exp2(S - reference), to shared memory, and a barrier. It takes the place of the group's
+//      keys, which nobody reads any more. Rounding the weights is half of the result's error, so in
+//      each fourth group what it leaves goes there, too: all in all no more error than that of
+//      kernels whose largest weight is a 1. The reference of the first chunk is its maximum, which
+//      takes another barrier to find; later ones keep it, as it need not be the maximum: only where
+//      a weight is large are maxima exchanged again.
+//   3. O^T = V^T P^T, with V^T from registers. A warp takes 16 or 32 dimensions of all tokens, so
+//      that no sums over warps follow the last byte. Beside it the next chunk's step 1 begins.
 //
 // Where sequences times key heads do not fill the device, a sequence is split over a cluster of
 // 2, 4 or 8 blocks. Groups are dealt out to them like cards: which positions a thread copies does
@@ -37,7 +41,6 @@ namespace dustin {
 namespace {
 
 constexpr int kGroup = 16;               // tokens
-constexpr int kCopiers = 4;              // warps
 constexpr int kMaxShared = 227 * 1024;   // of a block on sm_90
 constexpr int kHalfShared = 113 * 1024;  // of each of two blocks
 constexpr int kMaxSplits = 8;
@@ -46,6 +49,8 @@ constexpr float kNothingSeen = -1e30f;  // finite: rows that see nothing give 0 
 constexpr float kLargeWeight = 256;     // far from the ends of every type's range
 constexpr unsigned kWholeWarp = 0xffffffffu;
 constexpr int kComputers = 1;  // number of the barrier of the warps that compute
+constexpr int kCopiers = 4;    // warps that copy; setmaxnreg is for four together
+constexpr int kRestStep = 4;   // what rounding leaves of weights counts in each fourth group
 
 enum Error : int {
   kOk = 0,
@@ -59,10 +64,11 @@ enum Error : int {
 
 // Bits of `variant`.
 enum VariantBits : int {
-  kTuning = 15,  // its number
-  // Lengths, query_starts and the table are read before the previous kernel of the stream ends.
-  // Only where it does not write them, and was itself launched after the end of those that did.
-  kEarlyTable = 16,
+  kTuning = 15,  // 1: whole multiprocessors, 2: half ones, 0: what is faster
+  // Lengths, query_starts, the table and what the cache holds of older tokens than a sequence's
+  // queries are read before the previous kernel of the stream ends. Only where it does not write
+  // them, and was itself launched after the end of those that did.
+  kEarly = 16,
 };
 
 struct Arguments {
@@ -72,7 +78,7 @@ struct Arguments {
   const int32_t *block_table, *seq_lens, *query_starts;
   int64_t query_stride, query_head_stride, out_stride, out_head_stride;
   int64_t page_bytes, token_bytes, head_bytes, table_stride;
-  int32_t group, page_shift, split_shift, early_table;
+  int32_t group, page_shift, split_shift, early;
   uint32_t group_inverse;  // 2^16 / group + 1
   float scale_log2;
 
@@ -84,12 +90,18 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int max_of(int a, int b) { return a > b ? a : b; }
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
+// kGroups groups, of a warp each, are a chunk, and kBlocks share a multiprocessor.
+template <int kGroups_, int kBlocks_>
+struct Tuning {
+  static constexpr int kGroups = kGroups_, kBlocks = kBlocks_;
+};
+
 // Who computes what, and where shared memory holds it. A column is a tile of 8 query rows.
-// kGroups groups, of a warp each, are a chunk. kBlocks share a multiprocessor.
-template <class Element_, int kDim_, int kColumns_, int kGroups_, int kBlocks_>
-struct Config {
+template <class Element_, int kDim_, int kColumns_, class Tuning>
+struct Config : Tuning {
   using Element = Element_;
-  static constexpr int kDim = kDim_, kColumns = kColumns_, kGroups = kGroups_, kBlocks = kBlocks_;
+  static constexpr int kDim = kDim_, kColumns = kColumns_;
+  static constexpr int kGroups = Tuning::kGroups, kBlocks = Tuning::kBlocks;
   static constexpr int kRows = kColumns * 8;
   static constexpr int kComputing = kGroups * 32, kThreads = kComputing + kCopiers * 32;
   // O^T: of 16 dimensions, of a warp. Tile t of warp w is the (t kGroups + w)-th one.
@@ -100,33 +112,29 @@ struct Config {
 
   // Registers of a thread at the start, of one that copies and of one that computes.
   static constexpr int kStart = min_of(255, 65536 / (kThreads * kBlocks)) / 8 * 8;
-  static constexpr int kCopyRegisters = 40;
+  static constexpr int kCopyRegisters = 24;
   static constexpr int kRegisters =
       min_of(240, (kStart * kThreads - kCopyRegisters * kCopiers * 32) / kComputing / 8 * 8);
-  // Queries of kHeld * 32 dimensions stay in registers, as many as fit; the others are read from
-  // shared memory again for each group.
-  static constexpr int kOthers = kColumns > 6 ? 100 : 56;
-  static constexpr int kUnused = kRegisters - kOthers - kColumns * (8 + kDimTiles * 4);
-  static constexpr int kHeld = min_of(max_of(kUnused / (kColumns * 4), 0), kDim / 32);
 
   // Pitches of an odd number of 16-byte units: ldmatrix, which reads one unit of 8 rows, hits
   // every bank once.
   static constexpr int kTokenBytes = kDim * 4, kTokenPitch = kTokenBytes + 16;
-  static constexpr int kQueryPitch = kDim * 2 + 16;
-  // P is tiles of 8 tokens x 8 query rows, the rows next to each other: [tokens][rows][8][8].
-  static constexpr int kTile = 128, kWeightPitch = kColumns * kTile;  // bytes
-  static constexpr int kGroupBytes = kGroup * kTokenPitch;
+  // Queries are tiles of 8 rows x 8 dimensions: [column][dimensions / 8][8][8].
+  static constexpr int kQueryPitch = kDim / 8 * 128;  // of a column
+  // P is tiles of 8 tokens x 8 query rows: [rounded, rest][column][tokens / 8][8][8], in place of
+  // the group's keys, a column for each token, or after its values, where keys are too short.
+  static constexpr bool kInPlace = kDim == 128;
+  static constexpr int kTile = 128, kColumnPitch = kInPlace ? kTokenPitch : 2 * kTile;  // bytes
+  static constexpr int kRestBytes = kColumns * kColumnPitch;
+  static constexpr int kWeights = kInPlace ? 0 : kGroup * kTokenPitch;
+  static constexpr int kGroupBytes = kGroup * kTokenPitch + (kInPlace ? 0 : 2 * kRestBytes);
   static constexpr int kSlotBytes = kGroups * kGroupBytes;  // a chunk
-  static constexpr int kWeightBytes = kGroups * kGroup / 8 * kWeightPitch;
   // Maxima and sums are [pair of query rows][group] of two numbers, so that a thread reads those
   // of its rows by 16 bytes; the pitch spreads the reads over all banks.
   static constexpr int kPairPitch = kGroups * 8 + 16, kPairBytes = kRows / 2 * kPairPitch;
 
-  static constexpr int kWeights = 0;  // of even and odd chunks
-  // Queries that stay in registers make room for P.
-  static constexpr bool kAllHeld = kHeld == kDim / 32;
-  static constexpr int kQueries = kAllHeld ? 0 : 2 * kWeightBytes;
-  static constexpr int kMaxima = max_of(2 * kWeightBytes, kQueries + kRows * kQueryPitch);
+  // From here on places in shared memory.
+  static constexpr int kQueries = 0, kMaxima = kColumns * kQueryPitch;
   static constexpr int kSums = kMaxima + kPairBytes;
   static constexpr int kShrink = kSums + kPairBytes;  // by how much a row's sums do
   static constexpr int kPartBarrier = kShrink + kRows * 4;
@@ -147,7 +155,9 @@ struct Config {
   static constexpr int kPartOut = kPartStats + kMaxSplits * kRows * 8;
 
   static_assert(kSlots >= 2 && kPartBytes <= (kSlots - 1) * kSlotBytes);
-  static_assert(kDimTiles * kGroups * 16 == kDim && kGroups % kCopiers == 0);
+  static_assert(!kInPlace || (2 * kColumns <= kGroup && 2 * kTile <= kDim * 2));
+  static_assert(kDimTiles * kGroups * 16 == kDim);
+  static_assert(kGroups % kCopiers == 0);
   static_assert(kMaxima % 16 == 0 && kPairBytes % 16 == 0 && kBarriers % 8 == 0);
 };
 
@@ -179,7 +189,7 @@ struct Copier {
   const Arguments& a;
   const Order<C> order;
   int lane, warp;
-  int seq_len = 0;
+  int seq_len = 0, old_len = 0;  // tokens, and those among them that no query belongs to
   int32_t pages[kHeld];
 
   DUSTIN_DEVICE Copier(const Arguments& a, const Order<C>& order, int lane, int warp)
@@ -221,16 +231,18 @@ struct Copier {
     const char* from = source(page, position(chunk / kAhead * kAhead + lane / kOwn));
 #pragma unroll 1
     for (int group = warp; group < C::kGroups; group += kCopiers) {
-      const int own = min(seq_len - order.begin_of(chunk, group), kGroup);
+      const int begin = order.begin_of(chunk, group);
+      const int in_group = min(seq_len - begin, kGroup);
       const uint32_t barrier = order.here(slot, group);
-      if (own <= 0) {  // phases are chunks, whether there is such a group or not
+      if (in_group <= 0) {  // phases are chunks, whether there is such a group or not
         if (chunk == 0 && lane == 0) mbarrier_arrive_expect(barrier, 0);
         continue;
       }
-      const uint32_t place =
-          order.shared + C::kRing + slot * C::kSlotBytes + group * C::kGroupBytes;
+      if (begin + in_group > old_len) wait_for_previous_kernel();  // it may write these
+      const uint32_t place = order.shared + C::kRing + slot * C::kSlotBytes +
+                             group * C::kGroupBytes;
       const int first = chunk % kAhead * kOwn + group / kCopiers * kGroup;  // lane
-      if (own == kGroup) {
+      if (in_group == kGroup) {
         if (lane == 0) mbarrier_arrive_expect(barrier, kGroup * C::kTokenBytes);
         __syncwarp();
         // One lane issues all, as the compiler can tell: the instructions follow one another.
@@ -251,14 +263,14 @@ struct Copier {
         // Values of no token weigh 0, and must be finite for that: zeros, where the group's last
         // rows are not filled. No copy into these rows is or will be under way.
 #pragma unroll 1
-        for (int i = own * (C::kDim / 8) + lane; i < kGroup * (C::kDim / 8); i += 32)
+        for (int i = in_group * (C::kDim / 8) + lane; i < kGroup * (C::kDim / 8); i += 32)
           store_shared(place + i / (C::kDim / 8) * C::kTokenPitch + C::kTokenBytes / 2 +
                            i % (C::kDim / 8) * 16,
                        make_float4(0, 0, 0, 0));
         __syncwarp();
-        if (lane == 0) mbarrier_arrive_expect(barrier, own * C::kTokenBytes);
+        if (lane == 0) mbarrier_arrive_expect(barrier, in_group * C::kTokenBytes);
         __syncwarp();
-        if (lane >= first && lane - first < own)
+        if (lane >= first && lane - first < in_group)
           bulk_copy(place + (lane - first) * C::kTokenPitch, from, C::kTokenBytes, barrier);
         __syncwarp();
       }
@@ -279,6 +291,7 @@ struct Copier {
       issue(c, slot);
       slot = slot + 1 == C::kSlots ? 0 : slot + 1;
     }
+    wait_for_previous_kernel();  // as everybody does
   }
 };
 
@@ -288,44 +301,19 @@ DUSTIN_DEVICE void load_queries(const Arguments& a, int first_query, int rows, i
                                 uint32_t target) {
 #pragma unroll 1  // a short kernel waits for its instructions, too
   for (int i = threadIdx.x; i < C::kRows * (C::kDim / 8); i += C::kComputing) {
-    const int m = i / (C::kDim / 8), unit = i % (C::kDim / 8);
+    const int m = i / C::kDim * 8 + i % 8, unit = i / 8 % (C::kDim / 8);
     const bool used = m < rows;
     const int query = used ? a.query_of(m) : 0, member = used ? m - query * a.group : 0;
     const uint16_t* source = a.queries + (first_query + query) * a.query_stride +
                              (head * a.group + member) * a.query_head_stride + unit * 8;
-    cp_async16(target + m * C::kQueryPitch + unit * 16, source, used);
+    cp_async16(target + i * 16, source, used);
   }
 }
 
-// Logits of a group's 16 tokens. `keys` and `queries` are this lane's rows.
-template <class C>
-DUSTIN_DEVICE void multiply_keys(float (&s)[C::kColumns][4], uint32_t keys, uint32_t queries,
-                                 const uint32_t (&held)[C::kColumns][C::kHeld + 1][4]) {
-#pragma unroll
-  for (int i = 0; i < C::kColumns; ++i) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0;
-#pragma unroll
-  for (int step = 0; step < C::kDim / 32; ++step) {
-    uint32_t k[2][4];
-    ldmatrix_x4(k[0], keys + step * 64);
-    ldmatrix_x4(k[1], keys + step * 64 + 32);
-#pragma unroll
-    for (int i = 0; i < C::kColumns; ++i) {
-      uint32_t q[4];
-      if (step < C::kHeld) {
-        for (int j = 0; j < 4; ++j) q[j] = held[i][step][j];
-      } else {
-        ldmatrix_x4(q, queries + i * 8 * C::kQueryPitch + step * 64);
-      }
-      mma(typename C::Element(), s[i], k[0], q[0], q[1]);
-      mma(typename C::Element(), s[i], k[1], q[2], q[3]);
-    }
-  }
-}
-
-// A descriptor of wgmma's second operand [16, n]: tiles of 8 x 8 elements, 128 bytes with the second
-// index running. The distances are from a tile to the next one of the first and of the second
-// index. Of an address it takes the place in the block's own shared memory: bits beyond say which
-// block of the cluster, and would be taken for a distance.
+// A descriptor of wgmma's second operand [16, n]: tiles of 8 x 8 elements, 128 bytes. The distances
+// are from a tile to the next one of the first and of the second index. Of an address it takes the
+// place in the block's own shared memory: bits beyond say which block of the cluster, and would be
+// taken for a distance.
 DUSTIN_DEVICE uint64_t wgmma_operand(uint32_t address, int first_bytes, int second_bytes) {
   return (address & 0x3ffff) >> 4 | static_cast<uint64_t>(first_bytes >> 4) << 16 |
          static_cast<uint64_t>(second_bytes >> 4) << 32;
@@ -359,7 +347,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   const uint32_t shared = shared_memory();
   const auto add = [](float x, float y) { return x + y; };
   const auto larger = [](float x, float y) { return fmaxf(x, y); };
-  if (!a.early_table) wait_for_previous_kernel();
+  allow_next_kernel();  // it waits for this one's end where it has to
+  if (!a.early) wait_for_previous_kernel();
   const int loaded_first = load_global(a.query_starts + row);
   const int loaded_end = load_global(a.query_starts + row + 1);
   const int loaded_len = load_global(a.seq_lens + row);
@@ -377,8 +366,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   __syncthreads();  // these are there; meanwhile, the loads above are under way
   const int first_query = uniform(loaded_first), queries = uniform(loaded_end) - first_query;
   const int seq_len = uniform(loaded_len);
-  if (a.early_table) wait_for_previous_kernel();
-  if (queries <= 0) return;  // as do all blocks of the cluster
+  if (queries <= 0) {  // in all blocks of the cluster
+    wait_for_previous_kernel();
+    return;
+  }
 
   // Groups of the sequence, and of this block: split, split + splits, ...
   const int groups = ((seq_len + kGroup - 1 >> 4) - split + splits - 1) >> a.split_shift;
@@ -387,11 +378,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   if (!computes) {
     give_registers<C::kCopyRegisters>();
     copier.seq_len = seq_len;
+    copier.old_len = seq_len - queries;
     copier.run(chunks, first_slot);
     if (splits > 1) cluster_arrive(), cluster_wait();
     return;
   }
   take_registers<C::kRegisters>();
+  wait_for_previous_kernel();
   // Tiles of O^T that this block finishes: those from first_tile on; in a cluster, its share.
   const int first_tile = (split * C::kAllTiles + splits - 1) >> a.split_shift;
   const int own_tiles = ((split + 1) * C::kAllTiles + splits - 1 >> a.split_shift) - first_tile;
@@ -402,7 +395,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   const int rows = min(queries * a.group, C::kRows);
   load_queries<C>(a, first_query, rows, head, shared + C::kQueries);
   cp_async_commit();
-  allow_next_kernel();
 
   // Row m of the queries sees positions below limit(m).
   const int first_limit = seq_len - queries + 1;
@@ -411,41 +403,57 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   // A thread's place in fragments: two query rows of each column, tokens or dimensions x, x + 8.
   const int thread_row = lane % 4 * 2;
   const uint32_t pairs = shared + lane % 4 * C::kPairPitch;
-  const uint32_t my_weights = shared + C::kWeights + warp * 2 * C::kWeightPitch +
-                              lane / 4 * 16 + thread_row * 2;
+  const uint32_t my_weights =
+      shared + C::kRing + warp * C::kGroupBytes + C::kWeights + lane / 4 * 16 + thread_row * 2;
   const uint32_t my_keys = shared + C::kRing + warp * C::kGroupBytes +
                            lane % 16 * C::kTokenPitch + lane / 16 * 16;
   const uint32_t all_values = shared + C::kRing + (lane / 16 * 8 + lane % 8) * C::kTokenPitch +
                               C::kTokenBytes / 2 + warp * 32 + lane / 8 % 2 * 16;
-  const uint32_t my_queries =
-      shared + C::kQueries + lane % 8 * C::kQueryPitch + lane / 8 * 16;
   float acc[C::kDimTiles][C::kColumns][4] = {};
   float reference[C::kColumns][2], sum[C::kColumns][2] = {};
 #pragma unroll
   for (int i = 0; i < C::kColumns; ++i) reference[i][0] = reference[i][1] = kNothingSeen;
 
   cp_async_wait<0>();
+  proxy_fence();  // queries are read by the tensor cores' own path
   sync_threads<C::kComputing>(kComputers);  // the queries are there
-  uint32_t held[C::kColumns][C::kHeld + 1][4];
+  typename C::Element element;
+  float s[C::kColumns][4];
+  // Starts the product of a chunk's keys with the queries. Beside another product it must not
+  // depend on a branch, or the compiler would wait for that one first: a chunk without groups, too,
+  // is multiplied.
+  const auto keys = [&](int c, int slot, int here) {
+    uint32_t k[C::kDim / 16][4] = {};
+    if (warp < here) {
+      mbarrier_wait(order.here(slot, warp), c / C::kSlots & 1);
 #pragma unroll
-  for (int i = 0; i < C::kColumns; ++i)
+      for (int i = 0; i < C::kDim / 16; ++i)
+        ldmatrix_x4(k[i], my_keys + slot * C::kSlotBytes + i * 32);
+    }
+    wgmma_begin();
+    wgmma_first<kFirstRuns>(element, s, k[0],
+                            wgmma_operand(shared + C::kQueries, 128, C::kQueryPitch));
 #pragma unroll
-    for (int j = 0; j < C::kHeld; ++j)
-      ldmatrix_x4(held[i][j], my_queries + i * 8 * C::kQueryPitch + j * 64);
-
+    for (int i = 1; i < C::kDim / 16; ++i)
+      wgmma<kFirstRuns>(element, s, k[i],
+                        wgmma_operand(shared + C::kQueries + i * 256, 128, C::kQueryPitch));
+    wgmma_commit();
+  };
+  // Groups of a chunk.
+  const auto groups_of = [&](int c) {
+    return c == 0 ? min(groups, C::kFirst)
+                  : min(groups - C::kFirst - (c - 1) * C::kGroups, C::kGroups);
+  };
   int slot = first_slot;
+  keys(0, slot, groups_of(0));
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
-    // Groups of this chunk.
-    const int here = c == 0 ? min(groups, C::kFirst)
-                            : min(groups - C::kFirst - (c - 1) * C::kGroups, C::kGroups);
+    const int here = groups_of(c);
     const bool last = c + 1 == chunks;
 
     // 1. Logits of this warp's group.
-    float s[C::kColumns][4];
+    wgmma_wait<0>();
     if (warp < here) {
-      mbarrier_wait(order.here(slot, warp), c / C::kSlots & 1);
-      multiply_keys<C>(s, my_keys + slot * C::kSlotBytes, my_queries, held);
       const int begin = order.begin_of(c, warp);
       if (begin + kGroup > min(seq_len, first_limit)) {
         const int first_row = recomputed(lane) % 4 * 2;  // rare: no registers ahead
@@ -461,11 +469,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
       for (int i = 0; i < C::kColumns; ++i) s[i][0] = s[i][1] = s[i][2] = s[i][3] = -INFINITY;
     }
 
-    // 2. Logits to P. Buffers take turns: all have left the one that is written here before the
+    // 2. Logits to P. Where there is no group, all have left what is written over before the
     // barrier of the chunk before.
-    const int buffer = c % 2 * C::kWeightBytes;
+    __syncwarp();  // the group's keys have been read
+    const uint32_t weights = my_weights + slot * C::kSlotBytes;
     float here_sum[C::kColumns][2];
-    typename C::Element element;
     bool exchange = c == 0;
 #pragma unroll 1
     while (true) {
@@ -478,7 +486,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
           if (lane < 4)
             store_shared(pairs + C::kMaxima + i * 4 * C::kPairPitch + warp * 8, top);
         }
-        sync_threads<C::kComputing>(kComputers);  // maxima are there, all have read their queries
+        sync_threads<C::kComputing>(kComputers);  // maxima are there
 #pragma unroll
         for (int i = 0; i < C::kColumns; ++i) {
           const float2 top =
@@ -499,12 +507,20 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           p[j] = exp2_fast(fmaf(s[i][j], a.scale_log2, -reference[i][j % 2]));
-        const uint32_t packed[2] = {pack(element, p[0], p[1]), pack(element, p[2], p[3])};
-        store_shared(my_weights + buffer + i * C::kTile, packed[0]);
-        store_shared(my_weights + buffer + i * C::kTile + C::kWeightPitch, packed[1]);
-        // Sums of the rounded weights: most of the roundings cancel in the quotient.
-        const float2 first = unpack(element, packed[0]), second = unpack(element, packed[1]);
-        here_sum[i][0] = first.x + second.x, here_sum[i][1] = first.y + second.y;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float* x = p + half * 2;
+          const uint32_t target = weights + i * C::kColumnPitch + half * C::kTile;
+          const uint32_t packed = pack(element, x[0], x[1]);
+          const float2 rounded = unpack(element, packed);
+          store_shared(target, packed);
+          if (warp % kRestStep == 0)
+            store_shared(target + C::kRestBytes,
+                         pack(element, x[0] - rounded.x, x[1] - rounded.y));
+          else
+            x[0] = rounded.x, x[1] = rounded.y;  // most roundings cancel in the quotient
+        }
+        here_sum[i][0] = p[0] + p[2], here_sum[i][1] = p[1] + p[3];
         largest = fmaxf(largest, fmaxf(here_sum[i][0], here_sum[i][1]));
       }
       proxy_fence();  // P is read by the tensor cores' own path
@@ -549,12 +565,21 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     wgmma_begin();
 #pragma unroll
     for (int g = 0; g < C::kGroups; ++g) {
-      const uint64_t weights = wgmma_operand(
-          shared + C::kWeights + buffer + g * 2 * C::kWeightPitch, C::kWeightPitch, C::kTile);
+      const uint32_t rounded =
+          shared + C::kRing + slot * C::kSlotBytes + g * C::kGroupBytes + C::kWeights;
 #pragma unroll
-      for (int t = 0; t < C::kDimTiles; ++t) wgmma(element, acc[t], v[g][t], weights);
+      for (int part = 0; part < (g % kRestStep == 0 ? 2 : 1); ++part) {
+        const uint64_t operand =
+            wgmma_operand(rounded + part * C::kRestBytes, C::kTile, C::kColumnPitch);
+#pragma unroll
+        for (int t = 0; t < C::kDimTiles; ++t)
+          wgmma<kSecondRuns>(element, acc[t], v[g][t], operand);
+      }
     }
-    wgmma_end();
+    wgmma_commit();
+    const int next = slot + 1 == C::kSlots ? 0 : slot + 1;
+    keys(c + 1, next, last ? 0 : groups_of(c + 1));
+    wgmma_wait<1>();
     // Who copies to the slot next may. What has been read by ordinary instructions must be told to
     // the copies' hardware by those who have read.
     if (c + C::kSlots < chunks) {
@@ -562,8 +587,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
       __syncwarp();
       if (lane == 0) mbarrier_arrive(order.left(slot));
     }
-    slot = slot + 1 == C::kSlots ? 0 : slot + 1;
+    slot = next;
   }
+  wgmma_wait<0>();
 
   float total[C::kColumns][2];
 #pragma unroll
@@ -635,7 +661,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
         }
     }
   }
-  typename C::Element element;
 #pragma unroll
   for (int n = 0; n < C::kColumns; ++n) {
     float inverse[2];  // 0: nothing is visible
@@ -695,17 +720,16 @@ int launch(const Arguments& a, const Launch& l) {
   return cudaLaunchKernelEx(&config, attention<C>, a);
 }
 
-// Tunings: 1, eight warps compute in a multiprocessor's shared memory; 2, four in half of it. Eight
-// are for 128 dimensions; more than 40 query rows of these need the whole.
-constexpr int kNumTunings = 2;
-
+// Eight warps compute in a multiprocessor's shared memory, or four in half of it. Eight are for 128
+// dimensions; more than 40 query rows of these need the whole.
 template <class Element, int kDim, int kColumns>
 int launch_tuned(const Arguments& a, const Launch& l) {
   if constexpr (kDim == 128) {
-    if (l.tuning == 1 || kColumns > 5) return launch<Config<Element, kDim, kColumns, 8, 1>>(a, l);
+    if (l.tuning == 1 || kColumns > 5)
+      return launch<Config<Element, kDim, kColumns, Tuning<8, 1>>>(a, l);
   }
   if constexpr (kDim == 64 || kColumns <= 5)
-    return launch<Config<Element, kDim, kColumns, 4, 2>>(a, l);
+    return launch<Config<Element, kDim, kColumns, Tuning<4, 2>>>(a, l);
   return kBadVariant;
 }
 
@@ -740,10 +764,18 @@ extern "C" int dustin_paged_attention(
   if (static_cast<const char*>(values) - static_cast<const char*>(keys) != head_dim * 2)
     return kBadValues;
   int tuning = variant & kTuning;
-  if (variant < 0 || variant > (kTuning | kEarlyTable) || tuning > kNumTunings) return kBadVariant;
+  if (variant < 0 || variant > (kTuning | kEarly) || tuning > 2) return kBadVariant;
   if (rows <= 0 || kv_heads <= 0 || max_queries <= 0) return kOk;
-  // A cluster's blocks wait for one another: each is to be fast. Measured on an H200.
-  if (tuning == 0) tuning = num_splits > 1 ? 1 : 2;
+  // As measured on an H200. Clusters of four that each fill a multiprocessor do not fit side by side.
+  if (tuning == 0) {
+    int device = 0, multiprocessors = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess)
+      error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return error;
+    const bool fits = int64_t{rows} * kv_heads * num_splits <= multiprocessors;
+    tuning = fits && num_splits <= 2 ? 1 : 2;
+  }
   Arguments a = {};
   a.out = static_cast<uint16_t*>(out);
   a.queries = static_cast<const uint16_t*>(queries);
@@ -762,7 +794,7 @@ extern "C" int dustin_paged_attention(
   a.group = group;
   while (1 << a.page_shift < page_size) ++a.page_shift;
   while (1 << a.split_shift < num_splits) ++a.split_shift;
-  a.early_table = (variant & kEarlyTable) != 0;
+  a.early = (variant & kEarly) != 0;
   a.group_inverse = (1 << 16) / group + 1;
   a.scale_log2 = scale * kLog2e;
   const Launch l{dim3(num_splits, kv_heads, rows), tuning, static_cast<cudaStream_t>(stream)};

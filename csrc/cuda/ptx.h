@@ -196,39 +196,55 @@ DUSTIN_DEVICE void mma(Float16, float (&c)[4], const uint32_t (&a)[4], uint32_t 
 }
 
 // wgmma: four warps, the first a multiple of four, multiply together. Between begin and end, which
-// waits, c [64, 8 COLUMNS] += a [64, 16] b [16, 8 COLUMNS] any number of times; a warp holds 16
-// rows of a and c, as for mma. b is a descriptor of tiles in shared memory; whoever wrote these by
-// ordinary instructions has fenced (proxy_fence) before a barrier.
+// waits, c [64, 8 COLUMNS] += a [64, 16] b [16, 8 COLUMNS] any number of times. Of the 16 rows of a
+// and c that a warp holds, a lane has rows lane / 4 and lane / 4 + 8: of a, columns lane % 4 * 2,
+// the next one, and those 8 later; of c, lane % 4 * 2 and the next one of each 8. b is a descriptor
+// of tiles in shared memory, in 16 bytes of which one index runs; whoever wrote these by ordinary
+// instructions has fenced (proxy_fence) before a barrier.
+enum Runs : int { kFirstRuns = 0, kSecondRuns = 1 };
 DUSTIN_DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DUSTIN_DEVICE void wgmma_end() {
-  asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
+DUSTIN_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+DUSTIN_DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-#define DUSTIN_WGMMA(ELEMENT, NAME, COLUMNS, N, C, A0, A1, A2, A3, B, ...)                       \
+#define DUSTIN_WGMMA(ELEMENT, NAME, COLUMNS, N, C, A0, A1, A2, A3, B, T, F)                       \
+  template <int kRuns>                                                                            \
   DUSTIN_DEVICE void wgmma(ELEMENT, float (&c)[COLUMNS][4], const uint32_t (&a)[4], uint64_t b) { \
-    asm volatile("{\n\t.reg .pred accumulate;\n\tsetp.eq.u32 accumulate, 1, 1;\n\t"             \
-                 "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." NAME "." NAME " {" C "}, {" A0  \
-                 ", " A1 ", " A2 ", " A3 "}, " B ", accumulate, 1, 1, 1;\n\t}"                   \
-                 : __VA_ARGS__                                                                   \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                          \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k16.f32." NAME "." NAME " {" C "}, {" A0  \
+                 ", " A1 ", " A2 ", " A3 "}, " B ", 1, 1, 1, " T ";"                              \
+                 : F("+f")                                                                       \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRuns));               \
+  }                                                                                               \
+  template <int kRuns>                                                                            \
+  DUSTIN_DEVICE void wgmma_first(ELEMENT, float (&c)[COLUMNS][4], const uint32_t (&a)[4],         \
+                                 uint64_t b) {                                                    \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k16.f32." NAME "." NAME " {" C "}, {" A0  \
+                 ", " A1 ", " A2 ", " A3 "}, " B ", 0, 1, 1, " T ";"                              \
+                 : F("=f")                                                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRuns));               \
   }
-#define DUSTIN_WGMMA_C(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-#define DUSTIN_WGMMA_5                                                                  \
-  DUSTIN_WGMMA_C(0), DUSTIN_WGMMA_C(1), DUSTIN_WGMMA_C(2), DUSTIN_WGMMA_C(3), DUSTIN_WGMMA_C(4)
+#define DUSTIN_C(MODE, i) MODE(c[i][0]), MODE(c[i][1]), MODE(c[i][2]), MODE(c[i][3])
+#define DUSTIN_C1(MODE) DUSTIN_C(MODE, 0)
+#define DUSTIN_C2(MODE) DUSTIN_C1(MODE), DUSTIN_C(MODE, 1)
+#define DUSTIN_C5(MODE) DUSTIN_C2(MODE), DUSTIN_C(MODE, 2), DUSTIN_C(MODE, 3), DUSTIN_C(MODE, 4)
+#define DUSTIN_C6(MODE) DUSTIN_C5(MODE), DUSTIN_C(MODE, 5)
+#define DUSTIN_C8(MODE) DUSTIN_C6(MODE), DUSTIN_C(MODE, 6), DUSTIN_C(MODE, 7)
 #define DUSTIN_R4 "%0, %1, %2, %3"
 #define DUSTIN_R8 DUSTIN_R4 ", %4, %5, %6, %7"
 #define DUSTIN_R20 DUSTIN_R8 ", %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19"
 #define DUSTIN_R24 DUSTIN_R20 ", %20, %21, %22, %23"
 #define DUSTIN_R32 DUSTIN_R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define DUSTIN_WGMMAS(ELEMENT, NAME)                                                             \
-  DUSTIN_WGMMA(ELEMENT, NAME, 1, "8", DUSTIN_R4, "%4", "%5", "%6", "%7", "%8", DUSTIN_WGMMA_C(0)) \
-  DUSTIN_WGMMA(ELEMENT, NAME, 2, "16", DUSTIN_R8, "%8", "%9", "%10", "%11", "%12",               \
-               DUSTIN_WGMMA_C(0), DUSTIN_WGMMA_C(1))                                             \
-  DUSTIN_WGMMA(ELEMENT, NAME, 5, "40", DUSTIN_R20, "%20", "%21", "%22", "%23", "%24",            \
-               DUSTIN_WGMMA_5)                                                                   \
-  DUSTIN_WGMMA(ELEMENT, NAME, 6, "48", DUSTIN_R24, "%24", "%25", "%26", "%27", "%28",            \
-               DUSTIN_WGMMA_5, DUSTIN_WGMMA_C(5))                                                \
-  DUSTIN_WGMMA(ELEMENT, NAME, 8, "64", DUSTIN_R32, "%32", "%33", "%34", "%35", "%36",            \
-               DUSTIN_WGMMA_5, DUSTIN_WGMMA_C(5), DUSTIN_WGMMA_C(6), DUSTIN_WGMMA_C(7))
+#define DUSTIN_WGMMAS(ELEMENT, NAME)                                                              \
+  DUSTIN_WGMMA(ELEMENT, NAME, 1, "8", DUSTIN_R4, "%4", "%5", "%6", "%7", "%8", "%9", DUSTIN_C1)   \
+  DUSTIN_WGMMA(ELEMENT, NAME, 2, "16", DUSTIN_R8, "%8", "%9", "%10", "%11", "%12", "%13",         \
+               DUSTIN_C2)                                                                         \
+  DUSTIN_WGMMA(ELEMENT, NAME, 5, "40", DUSTIN_R20, "%20", "%21", "%22", "%23", "%24", "%25",      \
+               DUSTIN_C5)                                                                         \
+  DUSTIN_WGMMA(ELEMENT, NAME, 6, "48", DUSTIN_R24, "%24", "%25", "%26", "%27", "%28", "%29",      \
+               DUSTIN_C6)                                                                         \
+  DUSTIN_WGMMA(ELEMENT, NAME, 8, "64", DUSTIN_R32, "%32", "%33", "%34", "%35", "%36", "%37",      \
+               DUSTIN_C8)
 DUSTIN_WGMMAS(BFloat16, "bf16")
 DUSTIN_WGMMAS(Float16, "f16")
 

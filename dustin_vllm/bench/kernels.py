@@ -168,7 +168,7 @@ def cuda_attention(
             *(out, queries, keys, values, call.table, call.lens, call.starts),
             *(width, head_dim**-0.5, num_splits),
             tuning=tuning,
-            early_table=True,  # as in the engine
+            early=True,  # as in the engine
             library=library,
         )
 

@@ -40,7 +40,8 @@ inline void fail(const char* fmt, ...) {
   if (errors.size() < 20) errors.push_back(b);
 }
 // Global memory that may be read: [begin, end) with a bitmap of readable 16-byte units.
-struct Region { uintptr_t begin, end; std::vector<bool> ok; };
+// early: those that may be read before the previous kernel's end, where anything may.
+struct Region { uintptr_t begin, end; std::vector<bool> ok, early; };
 std::vector<Region> readable;
 struct Range { uintptr_t begin, end; };
 bool early_ok = false; Range table_range;
@@ -62,8 +63,8 @@ struct Fiber {
   std::map<uint32_t, int> phases;  // of barriers that this thread has seen the end of
 };
 struct Shadow { int we = -1, wt = -1, wwe = 0, re = -1, rt = -1, rwe = 0, rw = -1, pending = 0, last = -1; uint32_t barrier = 0, warps = 0; int phase = 0; bool init = false, async = false; };  // epochs, threads
-struct Product { float* c[32]; uint32_t a[32][4]; uint64_t b; int columns; bool bf16; };  // of wgmma, done when waited for
-struct Warp { Block* block; Fiber lanes[32]; int arrived = 0, epoch = 0; const char* op = nullptr; void* args[32]; bool multiplies = false; std::vector<Product> products; };
+struct Product { float* c[32]; uint32_t a[32][4]; uint64_t b; int columns; bool bf16; int runs; bool add; int group; };  // of wgmma, done when waited for
+struct Warp { Block* block; Fiber lanes[32]; int arrived = 0, epoch = 0; const char* op = nullptr; void* args[32]; bool multiplies = false; int committed = 0; std::vector<Product> products; };
 struct Block {
   Cluster* cluster; int rank; unsigned bx, by, bz; int threads, waiting = 0, done = 0, epoch = 0; bool any = false, all_any = false; Named named[16]; size_t bytes;
   unsigned char* memory; std::vector<Shadow> shadow; std::vector<Warp> warps;
@@ -232,8 +233,13 @@ inline void check_cache(const void* p, int bytes) {
   }
   if (!readable.empty()) fail("global read outside of tensors");
 }
+inline bool is_early(const void* p) {
+  uintptr_t a = (uintptr_t)p;
+  for (auto& r : readable) if (a >= r.begin && a < r.end) return !r.early.empty() && r.early[(a - r.begin) / 16];
+  return readable.empty();
+}
 inline void check_readable(const void* p, int bytes) {
-  if (!current->waited) fail("read before the previous kernel's end");
+  if (!current->waited && !(early_ok && is_early(p))) fail("read before the previous kernel's end");
   check_cache(p, bytes);
 }
 // By the guarantee that cluster barriers give: all threads of the cluster have arrived once.
@@ -504,8 +510,9 @@ inline float exp2_fast(float x) { return exp2f(x); }
 inline float2 unpack(BFloat16, uint32_t x) { return {emu::from_bf16(x & 0xffff), emu::from_bf16(x >> 16)}; }
 inline float2 unpack(Float16, uint32_t x) { return {emu::from_f16(x & 0xffff), emu::from_f16(x >> 16)}; }
 inline void wgmma_begin() { emu::collective("wgmma.fence", nullptr, [](void**) { emu::current->warp->multiplies = true; }); }
-template <class E, int kColumns> void wgmma(E, float (&c)[kColumns][4], const uint32_t (&a)[4], uint64_t b) {
-  struct A { float* c; const uint32_t* a; uint64_t b; } arg{&c[0][0], a, b};
+enum Runs : int { kFirstRuns = 0, kSecondRuns = 1 };
+template <class E, int kColumns> void emu_wgmma(int runs, bool add, float (&c)[kColumns][4], const uint32_t (&a)[4], uint64_t b) {
+  struct A { float* c; const uint32_t* a; uint64_t b; int runs; bool add; } arg{&c[0][0], a, b, runs, add};
   emu::collective("wgmma", &arg, [](void** v) {
     emu::Product p{};
     if (!emu::current->warp->multiplies) emu::fail("wgmma before its fence");
@@ -514,23 +521,31 @@ template <class E, int kColumns> void wgmma(E, float (&c)[kColumns][4], const ui
       p.c[l] = x->c; memcpy(p.a[l], x->a, 16);
       if (x->b != ((A*)v[0])->b) emu::fail("wgmma operands differ");
     }
-    p.b = ((A*)v[0])->b; p.columns = kColumns; p.bf16 = std::is_same<E, BFloat16>::value;
+    p.b = ((A*)v[0])->b; p.columns = kColumns; p.bf16 = std::is_same<E, BFloat16>::value; p.runs = ((A*)v[0])->runs; p.add = ((A*)v[0])->add; p.group = emu::current->warp->committed;
     emu::current->warp->products.push_back(p);
   });
 }
-inline void wgmma_end() {
+template <int kRuns, class E, int kColumns> void wgmma(E, float (&c)[kColumns][4], const uint32_t (&a)[4], uint64_t b) { emu_wgmma<E>(kRuns, true, c, a, b); }
+template <int kRuns, class E, int kColumns> void wgmma_first(E, float (&c)[kColumns][4], const uint32_t (&a)[4], uint64_t b) { emu_wgmma<E>(kRuns, false, c, a, b); }
+inline void wgmma_commit() {
+  emu::collective("wgmma.commit", nullptr, [](void**) { auto& w = *emu::current->warp; ++w.committed; w.multiplies = false; });
+}
+template <int kPending> void wgmma_wait() {
   emu::collective("wgmma.wait", nullptr, [](void**) {
     auto& w = *emu::current->warp;
     auto& cluster = *w.block->cluster;
     const int reader = emu::thread_id(w.lanes[0]);
+    size_t done = 0;
     for (auto& p : w.products) {
+      if (p.group >= w.committed - kPending) break;
+      ++done;
       const auto field = [&](int bit) { return (uint32_t)(p.b >> bit & 0x3fff) << 4; };
       const uint32_t address = (uint32_t)w.block->rank << 24 | field(0), first = field(16), second = field(32);
       if (p.b >> 46 || p.b >> 14 & 3 || p.b >> 30 & 3) emu::fail("wgmma descriptor");
       auto conv = [&](uint32_t x) { return p.bf16 ? emu::from_bf16(x) : emu::from_f16(x); };
       std::vector<float> b(16 * p.columns * 8);
       for (int k = 0; k < 16; ++k) for (int n = 0; n < p.columns * 8; ++n) {
-        const uint32_t at = address + k / 8 * first + n / 8 * second + k % 8 * 16 + n % 8 * 2;
+        const uint32_t at = address + k / 8 * first + n / 8 * second + (p.runs ? k % 8 * 16 + n % 8 * 2 : n % 8 * 16 + k % 8 * 2);
         auto& s = w.block->shadow[(at & 0xffffff) / 4];
         if (s.we >= 0 && !s.async && cluster.blocks[s.wt / 4096].warps[s.wt % 4096 / 32].lanes[s.wt % 32].fence < s.we) emu::fail("wgmma reads without a proxy fence");
         uint16_t x; memcpy(&x, emu::touch(at, 2, false, reader, "wgmma"), 2);
@@ -541,13 +556,13 @@ inline void wgmma_end() {
         a[(i < 2 || (i >= 4 && i < 6)) ? l / 4 : l / 4 + 8][l % 4 * 2 + (i & 1) + (i >= 4 ? 8 : 0)] = conv(p.a[l][i / 2] >> (i & 1) * 16 & 0xffff);
       for (int l = 0; l < 32; ++l) for (int n = 0; n < p.columns; ++n) for (int i = 0; i < 4; ++i) {
         const int row = l / 4 + (i >= 2 ? 8 : 0), col = n * 8 + l % 4 * 2 + (i & 1);
-        float sum = p.c[l][n * 4 + i];
+        float sum = p.add ? p.c[l][n * 4 + i] : 0;
         for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k * p.columns * 8 + col];
         p.c[l][n * 4 + i] = sum;
       }
       emu::stats.mma += 2 * p.columns;
     }
-    w.products.clear(); w.multiplies = false;
+    w.products.erase(w.products.begin(), w.products.begin() + done);
   });
 }
 // 32-bit stores are counted as if whole warps issue them: gathered per lane in program order.

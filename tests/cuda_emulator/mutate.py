@@ -19,7 +19,9 @@ def swap(old: str, new: str, nth: int = 0) -> str:
 MUTANTS = {
     "no wait for keys": swap("mbarrier_wait(order.here(slot, warp), c / C::kSlots & 1);", ""),
     "wrong parity": swap("c / C::kSlots & 1);", "0);"),
-    "too few bytes expected": swap("own * C::kTokenBytes);", "own * C::kTokenBytes - 16);"),
+    "too few bytes expected": swap(
+        "in_group * C::kTokenBytes);", "in_group * C::kTokenBytes - 16);"
+    ),
     "no barrier after barriers": swap(
         "  __syncthreads();  // these are there", "  // these are there"
     ),
@@ -47,7 +49,10 @@ MUTANTS = {
     "no fence for P": swap("      proxy_fence();  // P", "      // P"),
     "which block, in a descriptor": swap("(address & 0x3ffff) >> 4", "address >> 4"),
     "the next block's tile": swap("tile - ((to *", "tile - (((to + 1) *"),
-    "one buffer of P": swap("const int buffer = c % 2 * C::kWeightBytes;", "const int buffer = 0;"),
+    "P over another group's keys": swap("my_weights + slot", "my_weights + C::kGroupBytes + slot"),
+    "no fence for queries": swap("  proxy_fence();  // queries", "  // queries"),
+    "no wait for logits": swap("    wgmma_wait<0>();\n    if (warp", "    if (warp"),
+    "no wait for outputs": swap("    wgmma_wait<1>();\n", "    wgmma_wait<2>();\n"),
     "large weights kept": swap("largest > kLargeWeight && !exchange", "false"),
     "no shrinking of sums": swap("sum[i][0] *= shrink.x, sum[i][1] *= shrink.y;", ""),
     "no shrinking of outputs": swap("*= j % 2 ? shrink.y : shrink.x;", "*= 1;"),
@@ -66,22 +71,26 @@ MUTANTS = {
     "fewer parts expected": swap(
         "(C::kRows * 8 + own_tiles * C::kPartTile)", "(own_tiles * C::kPartTile)"
     ),
-    "no wait for the previous kernel": swap("if (!a.early_table) wait_for_previous_kernel();", ""),
-    "no late wait for the previous kernel": swap(
-        "if (a.early_table) wait_for_previous_kernel();", ""
+    "no wait for the previous kernel": swap("if (!a.early) wait_for_previous_kernel();", ""),
+    "no wait before queries": swap(
+        "  take_registers<C::kRegisters>();\n  wait_for_previous_kernel();\n",
+        "  take_registers<C::kRegisters>();\n",
     ),
-    "exit before the wait": swap(
-        "  if (a.early_table) wait_for_previous_kernel();\n  if (queries <= 0) return;",
-        "  if (queries <= 0) return;\n  if (a.early_table) wait_for_previous_kernel();",
+    "no wait before new tokens": swap(
+        "if (begin + in_group > old_len) wait_for_previous_kernel();", ""
+    ),
+    "a new token taken for an old one": swap(
+        "old_len = seq_len - queries;", "old_len = seq_len - queries + 1;"
+    ),
+    "exit before the wait": swap("    wait_for_previous_kernel();\n    return;\n", "    return;\n"),
+    "copiers exit before the wait": swap(
+        "    wait_for_previous_kernel();  // as everybody does\n", ""
     ),
     "phases of absent groups": swap("if (chunk == 0 && lane == 0) mbarrier", "if (false) mbarrier"),
     "speculation without bounds": swap(
         "index < a.table_stride ? load_speculative", "index < (1 << 20) ? load_speculative"
     ),
-    "copies past the end": swap(
-        "min(seq_len - order.begin_of(chunk, group), kGroup)",
-        "seq_len > order.begin_of(chunk, group) ? kGroup : 0",
-    ),
+    "copies past the end": swap("min(seq_len - begin, kGroup)", "seq_len > begin ? kGroup : 0"),
     "old table entries": swap("if (held == i) pages[i] = next;", "if (false) pages[i] = next;"),
     "even pitch": swap("kTokenPitch = kTokenBytes + 16", "kTokenPitch = kTokenBytes"),
 }
