@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -189,6 +190,11 @@ assert {block["kernel"], token["kernel"]} <= {"flash", "triton"}
 bench.add_ratios([result])
 assert result["sparse"][0]["speedup"] == 1.0
 assert abs(result["sparse"][0]["speedup_with_scoring"] - 10 / 12.5) < 1e-9
+result["dense"]["apart_us"] = 9.0
+result["sparse"][0]["kernels"]["flash"]["apart_us"] = 0.5
+result["sparse"][0]["kernels"]["triton"]["apart_us"] = 2.0
+bench.add_ratios([result])
+assert abs(result["sparse"][0]["speedup_apart"] - 9 / (0.5 + 2.5)) < 1e-9
 table = bench.make_table(options, [result])
 assert table.row_count == 2
 peers = next(column for column in table.columns if column.header == "xformers")
@@ -250,6 +256,27 @@ except RuntimeError:
 else:
     raise AssertionError("a failure of a kernel in use was swallowed")
 """
+
+
+def test_apart_is_what_a_call_adds_behind_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from dustin_vllm.bench import attention
+
+    ran: list[int] = []
+
+    def time_graph(record, calls, seconds):
+        before = len(ran)
+        record()
+        assert calls == 6
+        return attention.Timing(2.0 + (len(ran) - before) / calls, 0, 0)
+
+    monkeypatch.setattr(attention, "time_graph", time_graph)
+    batch = SimpleNamespace(
+        caches=[1, 2], contexts=torch.zeros(1), options=SimpleNamespace(seconds=0.1)
+    )
+    assert attention.time_apart(batch, ran.append, 3) == 1.0
+    assert ran == [1, 2] * 3
 
 
 def test_attention_benchmark_checks_outputs(tmp_path: Path) -> None:
