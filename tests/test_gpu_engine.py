@@ -142,6 +142,7 @@ class Spy:
                 continue
             settings = self.runtime.settings
             group = settings.second if impl.second else settings.target
+            used = (impl.second and metadata.dustin_second) or metadata
             span, seq_len = slice(starts[i], starts[i + 1]), seq_lens[i]
             context = seq_len - (span.stop - span.start)
             if group is settings.fresh:
@@ -152,7 +153,7 @@ class Spy:
                 self.check_fresh(impl, query[span], kv_cache, i, context, chosen)
             # Rejected drafts may leave no more units than the budget.
             dropped = max(0, context // unit - group.budget_units)
-            assert int(metadata.seq_lens[i]) == seq_len - dropped * unit
+            assert int(used.seq_lens[i]) == seq_len - dropped * unit
             keys, values = gathered(kv_cache, self.full.block_table_tensor[i], seq_len)
             chosen = chosen[: context // unit]
             wanted = reference.sparse_attention(
