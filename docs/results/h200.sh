@@ -31,14 +31,15 @@ part_attention() {
 part_attention_hnd() {
   bench attention --preset 72b --batch 4,16,32 --budget 512 --granularity block --layout HND --json "$out/attention-72b-hnd-h200.json"
 }
-part_attention_tunings() { # TUNINGS of the CUDA kernel, each with every number of splits
-  TUNINGS="${TUNINGS:-1 2}" python3 -c 'import functools, os
+part_attention_tunings() { # TUNINGS of the CUDA kernel, each with some numbers of SPLITS
+  TUNINGS="${TUNINGS:-1 2}" SPLITS="${SPLITS:-1 2 4 8}" python3 -c 'import functools, os
 from dustin_vllm.bench import kernels
 from dustin_vllm.cli import app
 kernels.KERNELS.clear()
+kernels.KERNELS["flash"] = kernels.Kernel(kernels.flash_attention, (0,))
 for tuning in os.environ["TUNINGS"].split():
     made = functools.partial(kernels.cuda_attention, tuning=int(tuning))
-    kernels.KERNELS[f"tuning {tuning}"] = kernels.Kernel(made, (1, 2, 4, 8))
+    kernels.KERNELS[f"tuning {tuning}"] = kernels.Kernel(made, tuple(map(int, os.environ["SPLITS"].split())))
 app()' bench attention --preset 72b --batch 4,16,32 --budget 512 --granularity block --json "$out/attention-72b-tunings-h200.json"
 }
 part_7b() { engine engine-7b-h200 --preset 7b --fill-kv --modes plain,stock,loop,dustin; }
@@ -56,6 +57,10 @@ part_7b_contexts() { # how a step grows with the context; a large batch; 2k, whe
 part_pair() {
   code
   engine qwen-24k-h200 "${pair[@]}" --text code.txt --modes stock,dustin,plain --batch 32 --context 24576 --budget 1024
+}
+part_pair_fresh() { # the selection made within the step
+  code
+  engine qwen-24k-fresh-h200 "${pair[@]}" --text code.txt --modes dustin --batch 32 --context 24576 --budget 1024 --dustin-json '{"fresh_layer": 16}'
 }
 part_pair_draft_budgets() { # acceptance of drafting sparsely, with dense verification
   code
@@ -104,6 +109,9 @@ part_eval_fresh() { # layer 16's own queries select for it and all deeper ones
   eval_tokens eval-fresh-h200 --budget 1024 --dustin-json '{"fresh_layer": 16}'
 }
 part_eval_fresh_512() { eval_tokens eval-fresh-512-h200 --budget 512 --dustin-json '{"fresh_layer": 16}'; }
+part_eval_drift_fresh() {
+  evaluate eval-drift-fresh-h200 --context 16384 --granularity token --tasks drift --drift-samples 8 --policies dustin --budget 1024 --max-seconds "${MAX:-300}" --dustin-json '{"fresh_layer": 16}'
+}
 part_eval_wide_8192() { # 1920 on average
   eval_tokens eval-wide-8192-h200 --budget 1024 --tasks continuation --dustin-json '{"wide_layers": [16, 21, 22], "wide_budget": 8192}'
 }
