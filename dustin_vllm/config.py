@@ -88,8 +88,9 @@ class DustinConfig(BaseModel):
         None,
         ge=0,
         description="Target layer in which the queries of the step itself select what this layer "
-        "and all deeper ones read; scoring heads are of this layer then. None: all layers read "
-        "what earlier steps and the draft selected.",
+        "and all deeper ones read, by those of its heads that target_heads names, or all. Where "
+        "target_heads names no other layer, these scores are the history, too, and no more is "
+        "read. None: all layers read what earlier steps and the draft selected.",
     )
     aggregate: Literal["mean", "max"] = Field(
         "mean", description="How scores of several heads and queries become one."
@@ -355,6 +356,10 @@ class HeadSet:
         """Scoring heads over all layers."""
         return sum(len(heads) for _, heads in self.layers)
 
+    def of_layer(self, layer: int | None) -> HeadSet:
+        """Those of one layer; none if it is not among them."""
+        return HeadSet(tuple(entry for entry in self.layers if entry[0] == layer))
+
     def of_rank(self, rank: int, num_ranks: int, heads_per_rank: int) -> HeadSet:
         """The scoring heads that one tensor-parallel rank holds, by their index there.
 
@@ -434,6 +439,17 @@ class Settings:
         """The group whose selection is made within a step, by ``fresh_layer``."""
         ours = self.config.policy == "dustin"  # others rank after a step
         return self.second if ours and self.config.fresh_layer is not None else None
+
+    @property
+    def fresh_heads(self) -> HeadSet:
+        """The target's scoring heads whose queries select in ``fresh_layer``."""
+        return self.target_heads.of_layer(self.config.fresh_layer)
+
+    @property
+    def history_is_fresh(self) -> bool:
+        """Whether the scores of ``fresh_layer`` are the next step's history, too: no other layer
+        scores."""
+        return self.fresh is not None and self.fresh_heads == self.target_heads
 
     @property
     def merged_groups(self) -> tuple[LayerGroup, ...]:
@@ -714,7 +730,7 @@ def settings_of(
         target_group = replace(target_group, lookahead_units=first)
     second, second_layers = None, frozenset(config.wide_layers)
     if (layer := config.fresh_layer) is not None:
-        config = _with_fresh_heads(config, layer, pair.target.layers)
+        _check_fresh_layer(config, layer, pair.target.layers)
         second_layers = frozenset(range(layer, pair.target.layers))
         first = 0 if config.policy == "dustin" else target_group.lookahead_units
         second = replace(target_group, name="fresh", lookahead_units=first)
@@ -731,6 +747,9 @@ def settings_of(
             (config.draft_heads, "draft_heads", pair.draft),
         )
     ]
+    if layer is not None and not heads[0].of_layer(layer).layers:
+        entry = (layer, tuple(range(pair.target.heads)))
+        heads[0] = HeadSet(tuple(sorted((*heads[0].layers, entry))))
     return Settings(
         config=config,
         gamma=gamma,
@@ -748,8 +767,7 @@ def settings_of(
     )
 
 
-def _with_fresh_heads(config: DustinConfig, layer: int, num_layers: int) -> DustinConfig:
-    """The settings with ``fresh_layer`` checked and its heads as the target's scoring heads."""
+def _check_fresh_layer(config: DustinConfig, layer: int, num_layers: int) -> None:
     if config.wide_layers or config.merge == "split":
         other = "wide_layers" if config.wide_layers else "merge='split'"
         raise ConfigError(
@@ -758,13 +776,6 @@ def _with_fresh_heads(config: DustinConfig, layer: int, num_layers: int) -> Dust
         )
     if layer >= num_layers:
         raise ConfigError(f"dustin.fresh_layer={layer}: the target has layers 0..{num_layers - 1}")
-    heads = config.target_heads or (ScoringLayer(layer=layer),)
-    if {scoring.layer for scoring in heads} != {layer}:
-        raise ConfigError(
-            f"dustin.target_heads names layers other than fresh_layer={layer}, whose heads select; "
-            "leave out target_heads for all heads of that layer"
-        )
-    return config.model_copy(update={"target_heads": heads})
 
 
 def _target_group(config: DustinConfig, unit: int) -> LayerGroup:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from typing import Any
@@ -70,6 +71,13 @@ class Scorer:
         self.aggregate = aggregate
         for capture in self.captures:
             capture.layer.impl.capture = capture
+
+    def of_layer(self, layer: Any, num_heads: int) -> Scorer:
+        """For the scoring heads of one layer, ``num_heads`` on all ranks, by the same captures."""
+        part = copy.copy(self)
+        part.captures = [capture for capture in self.captures if capture.layer is layer]
+        part.num_heads = num_heads
+        return part
 
     def arm(self, rows: torch.Tensor | None) -> None:
         """Keep query rows ``rows`` of the coming forward passes; None: keep nothing."""
@@ -156,6 +164,11 @@ class CpuRuntime(DustinRuntime):
                 (draft_layers, settings.draft_heads, settings.draft_replicated),
             )
         )
+        # Of the target's scoring heads those that select in fresh_layer.
+        layer = settings.config.fresh_layer
+        self._in_step = self.target.of_layer(
+            None if layer is None else target_layers[layer], settings.fresh_heads.num_heads
+        )
         self._to_score: list[int] = []  # batch rows that get a selection in this step
         self._history: torch.Tensor | None = None  # [len(to_score), C] token scores of this rank
         self._fresh: torch.Tensor | None = None  # the same of all ranks, of the step's own queries
@@ -217,8 +230,8 @@ class CpuRuntime(DustinRuntime):
         started = time.perf_counter()
         settings, whole = self.settings, self._whole
         width = settings.gamma + 1
-        own = self.target.token_scores(
-            [capture.taken[-1].unflatten(0, (-1, width)) for capture in self.target.captures],
+        own = self._in_step.token_scores(
+            [capture.taken[-1].unflatten(0, (-1, width)) for capture in self._in_step.captures],
             width,
             whole.block_table_tensor[self._to_score],
             whole.seq_lens[self._to_score],
@@ -263,7 +276,7 @@ class CpuRuntime(DustinRuntime):
             queries = [rows[worth, last][:, None] for rows in kept]
             if self.policy is not None:
                 self._last_queries = torch.cat([layer[:, 0] for layer in queries], dim=1)
-            if self._fresh is not None:
+            if self._fresh is not None and self.settings.history_is_fresh:
                 self._history = self._fresh[worth][:, : int(self._contexts.max())]
             else:
                 self._history = self.target.token_scores(
@@ -316,7 +329,7 @@ class CpuRuntime(DustinRuntime):
         seq_lens = contexts + settings.gamma
         own = self.draft.token_scores(queries, settings.gamma, self._block_table, seq_lens)
         both = torch.stack([self._history, own[:, : self._history.shape[1]]])
-        reduce_parts(both, settings, history_is_whole=self._fresh is not None)
+        reduce_parts(both, settings, history_is_whole=settings.history_is_fresh)
         history, lookahead = both
         unit, dilation = settings.unit, settings.dilation_tokens
         scores = (

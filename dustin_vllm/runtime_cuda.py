@@ -96,6 +96,11 @@ class QueryBuffer:
         self.count = 0
         self._layers: dict[int, tuple[slice, torch.Tensor]] = {}
 
+    def of_layer(self, layer: int | None) -> torch.Tensor:
+        """The part of ``queries`` with the heads of one layer, which may be none."""
+        begin = sum(len(heads) for index, heads in self.heads.layers if index < (layer or 0))
+        return self.queries[:, begin : begin + self.heads.of_layer(layer).num_heads]
+
     def attach(self, layers: dict[int, Any]) -> None:
         """Give every scoring layer its share of the buffer."""
         begin = 0
@@ -245,22 +250,21 @@ def _scoring_workspaces(
     """Scratch of scoring: history, lookahead and what else there is."""
     settings, speculative = buffers.settings, vllm_config.speculative_config
     gamma, room = settings.gamma, SCORE_SCRATCH_BYTES
-    target = (buffers.target_queries, vllm_config.model_config, vllm_config.parallel_config)
-    draft = (
-        *(buffers.draft_queries, speculative.draft_model_config),
-        speculative.draft_parallel_config,
-    )
-    wanted = {"target": (*target, 1, room), "draft": (*draft, gamma, room)}
-    if settings.config.fresh_layer is not None:
-        wanted["fresh"] = (*target, gamma + 1, room)
+    heads = buffers.target_queries.heads
+    target = (vllm_config.model_config, vllm_config.parallel_config)
+    draft = (speculative.draft_model_config, speculative.draft_parallel_config)
+    wanted = {
+        "target": (heads, *target, 1, room),
+        "draft": (buffers.draft_queries.heads, *draft, gamma, room),
+        "fresh": (heads.of_layer(settings.config.fresh_layer), *target, gamma + 1, room),
+    }
     if settings.config.sample_recovery_every:
-        wanted["recovery"] = (*target, gamma + 1, room // 4)
+        wanted["recovery"] = (heads, *target, gamma + 1, room // 4)
     made = {}
-    for name, (queries, model, parallel, num_queries, max_bytes) in wanted.items():
-        if queries.heads.num_heads:
-            heads = model.get_num_attention_heads(parallel)
-            group = heads // model.get_num_kv_heads(parallel)
-            size = scoring_size([heads for _, heads in queries.heads.layers], group, model.dtype)
+    for name, (chosen, model, parallel, num_queries, max_bytes) in wanted.items():
+        if chosen.num_heads:
+            group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+            size = scoring_size([heads for _, heads in chosen.layers], group, model.dtype)
             _, rows, context = buffers.scores.shape
             made[name] = token_scores_workspace(size, num_queries, rows, context, device, max_bytes)
     return made
@@ -566,11 +570,11 @@ class CudaRuntime(DustinRuntime):
         num_reqs = whole.num_reqs
         lens, scores = buffers.fresh_lens[:num_reqs], buffers.fresh[:num_reqs]
         torch.mul(whole.seq_lens[:num_reqs], buffers.row_info[NEEDS_SELECTION, :num_reqs], out=lens)
-        kept = buffers.target_queries.queries.unflatten(0, (-1, settings.gamma + 1))
+        kept = buffers.target_queries.of_layer(settings.config.fresh_layer)
         self._token_scores(
             "fresh",
             scores,
-            kept[:num_reqs],
+            kept.unflatten(0, (-1, settings.gamma + 1))[:num_reqs],
             whole.block_table_tensor[:num_reqs],
             lens,
             settings.config.aggregate,
@@ -655,19 +659,21 @@ class CudaRuntime(DustinRuntime):
         if first.numel() == 0 or first.dim() != 4:
             return False
         self._block_pages = block_pages(first)
-        for name, layers, queries in (
-            ("target", self.target_layers, self.buffers.target_queries),
-            ("draft", self.draft_layers, self.buffers.draft_queries),
+        of_target = self.buffers.target_queries.heads
+        for name, layers, chosen in (
+            ("target", self.target_layers, of_target),
+            ("draft", self.draft_layers, self.buffers.draft_queries.heads),
+            ("fresh", self.target_layers, of_target.of_layer(self.settings.config.fresh_layer)),
         ):
             self._plans[name] = None
-            if not queries.heads.num_heads:
+            if not chosen.num_heads:
                 continue
             impl = layers[0].impl
             keys = [
                 layers[index].kv_cache.transpose(1, 2)[..., : impl.head_size]
-                for index, _ in queries.heads.layers
+                for index, _ in chosen.layers
             ]
-            heads = [heads for _, heads in queries.heads.layers]
+            heads = [heads for _, heads in chosen.layers]
             self._plans[name] = scoring_plan(keys, heads, impl.num_heads)
         return True
 
@@ -681,13 +687,14 @@ class CudaRuntime(DustinRuntime):
         aggregate: str,
     ) -> None:
         """What this rank's heads of a model add to the mean over all, or their maximum."""
-        lookahead = name == "draft"
-        plan = self._plans["draft" if lookahead else "target"]
+        plan = self._plans["target" if name == "recovery" else name]
         if plan is None:
             out.zero_()
             return
-        layers = self.draft_layers if lookahead else self.target_layers
-        heads = self.settings.draft_heads if lookahead else self.settings.target_heads
+        layers = self.draft_layers if name == "draft" else self.target_layers
+        settings = self.settings
+        whole = {"draft": settings.draft_heads, "fresh": settings.fresh_heads}
+        heads = whole.get(name, settings.target_heads)
         token_scores(
             out,
             queries,
@@ -725,7 +732,7 @@ class CudaRuntime(DustinRuntime):
         self._block_table = metadata.block_table_tensor[:num_reqs]
         self._last_queries = last
         history = buffers.score_rows(num_reqs)[0]
-        if self.settings.fresh is not None:
+        if self.settings.history_is_fresh:
             history.copy_(buffers.fresh[:num_reqs])  # made in this step's pass
         else:
             self._token_scores(
@@ -792,7 +799,7 @@ class CudaRuntime(DustinRuntime):
             contexts + settings.gamma * needs,
             settings.config.aggregate,
         )
-        reduce_parts(both, settings, history_is_whole=settings.fresh is not None)
+        reduce_parts(both, settings, history_is_whole=settings.history_is_fresh)
         # Rows without a selection write too, but their slots are not marked as published.
         slots = buffers.row_info[SLOT, :num_reqs].long()
         for group in settings.merged_groups:

@@ -180,7 +180,7 @@ class Spy:
 
     def fresh_scores(self, runtime: Any, row: int) -> torch.Tensor:
         """Token scores of a row by the step's own queries, in the layer that selects."""
-        (capture,) = runtime.target.captures
+        (capture,) = runtime._in_step.captures
         starts, length = self._full.query_start_loc_cpu, runtime.rows[row].seq_len
         end = int(starts[row + 1])
         asked = [max(int(starts[row]), end - GAMMA - 1 + i) for i in range(GAMMA + 1)]
@@ -210,7 +210,7 @@ class Spy:
             rejected = 0 if num_rejected is None else int(num_rejected[row])
             context = runtime.rows[row].seq_len - rejected
             assert context == int(runtime._contexts[i])
-            if runtime.settings.fresh is not None:
+            if runtime.settings.history_is_fresh:
                 wanted = self.fresh_scores(runtime, row)[:context]
                 assert (runtime._history[i, :context] - wanted).norm() < 1e-5 * wanted.norm()
                 continue
@@ -284,11 +284,14 @@ def test_self_draft_accepts_everything(make_llm, target):
 WIDE = {"wide_layers": [1, 3], "wide_budget": 224}
 
 
-FRESH = {"fresh_layer": 2}
+FRESH = {"fresh_layer": 2, "target_heads": [{"layer": 1}]}
+FRESH_ALONE = {"fresh_layer": 2, "target_heads": [{"layer": 2}]}
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"merge": "split"}, WIDE, FRESH], ids=["one", "split", "wide", "fresh"]
+    "more",
+    [{}, {"merge": "split"}, WIDE, FRESH, FRESH_ALONE],
+    ids=["one", "split", "wide", "fresh", "fresh_alone"],
 )
 def test_sparse_rows_read_the_selection_only(make_llm, target, draft, spy, more):
     """Tables, lengths, outputs and selections all equal the reference; counters equal the spy."""

@@ -113,6 +113,8 @@ class FakeEngine:
             "wide": LayerGroup("wide", 128 // unit, 64 // unit),
             "fresh": LayerGroup("fresh", budget, 0),
         }
+        alone = second == "fresh alone"
+        second = "fresh" if alone else second
         fresh = 1 if second == "fresh" else None
         scoring = ((1, (0, 1, 2, 3)),)
         draft = None
@@ -136,7 +138,7 @@ class FakeEngine:
             second=groups[second] if second else None,
             second_layers=frozenset({1} if second else ()),
             target_layers=2,
-            target_heads=HeadSet(scoring if fresh else ((0, (1,)), *scoring)),
+            target_heads=HeadSet(scoring if alone else ((0, (1,)), *scoring)),
             draft_heads=HeadSet(((0, (0, 3)),)),
         )
         monkeypatch.setattr(runtime_cuda.config, "resolve", lambda _: self.settings)
@@ -241,7 +243,7 @@ class FakeEngine:
             if not needs[i] or context // settings.unit <= settings.largest.budget_units:
                 continue
             last = starts[i + 1] - 1 - rejected[i]
-            if settings.fresh is None:
+            if not settings.history_is_fresh:
                 history = self.scores(
                     "target", [q[last : last + 1] for q in target], heads["target"], i, context
                 )
@@ -273,8 +275,13 @@ class FakeEngine:
         """Reference token scores by the last queries of the step itself, as many as verify."""
         begin, end = starts[row : row + 2]
         asked = [max(begin, end - GAMMA - 1 + i) for i in range(GAMMA + 1)]
-        heads = self.settings.target_heads
-        return self.scores("target", [q[asked] for q in target], heads, row, length)
+        heads = self.settings.fresh_heads
+        kept = [
+            queries[asked]
+            for queries, entry in zip(target, self.settings.target_heads.layers, strict=True)
+            if entry in heads.layers
+        ]
+        return self.scores("target", kept, heads, row, length)
 
     def check_fresh(self, row: int, scores: torch.Tensor) -> None:
         """What a sparse row's own queries select, for ``check_compacted``."""
@@ -308,7 +315,14 @@ class FakeEngine:
 
 @pytest.mark.parametrize(
     ("draft_units", "second"),
-    [(None, None), (48, None), (None, "deep"), (None, "wide"), (None, "fresh")],
+    [
+        (None, None),
+        (48, None),
+        (None, "deep"),
+        (None, "wide"),
+        (None, "fresh"),
+        (None, "fresh alone"),
+    ],
 )
 @pytest.mark.parametrize("unit", [1, 16])
 def test_steps_of_the_cuda_runtime_equal_the_reference(monkeypatch, unit, draft_units, second):

@@ -233,7 +233,7 @@ def select_in_step(
     assert group is not None
     if context // unit <= group.budget_units:
         return torch.arange(context)
-    ((_, heads),) = settings.target_heads.layers
+    ((_, heads),) = settings.fresh_heads.layers
     keys = torch.cat([cached[:, :context].to(new), new], dim=1)
     rows = probabilities(queries.transpose(0, 1), keys, scale)[:, list(heads)].flatten(0, 1)
     tokens = rows.mean(0) if settings.config.aggregate == "mean" else rows.amax(0)

@@ -118,7 +118,7 @@ class Evaluator:
             about += [_listed(second), sorted(second_layers)]
         if fresh is not None:
             config = fresh.config
-            about += ["fresh", fresh.target_heads.layers, fresh.gamma, config.aggregate]
+            about += ["fresh", fresh.fresh_heads.layers, fresh.gamma, config.aggregate]
             about += [fresh.second.budget_units if fresh.second else 0, config.sinks, config.recent]
         key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
         values = self.journal.get(key)

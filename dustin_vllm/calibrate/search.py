@@ -214,14 +214,13 @@ class Search:
 
     def fresh_layer(self, base: Trial) -> Trial:
         """The trial with a ``fresh_layer`` whose KL is lowest, or the one given if none is lower
-        by enough. Scoring heads are all those of the layer."""
+        by enough. What scores before scores on, and all heads of the layer with it."""
         best = base
         for layer in range(self.target.layers):
             self.advance("fresh layer", layer, self.target.layers)
             if layer and self.stop("fresh layer"):
                 break
-            update = {"fresh_layer": layer, "target_heads": _layers([layer])}
-            trial = self.trial(base.config.model_copy(update=update), base.unit)
+            trial = self.trial(base.config.model_copy(update={"fresh_layer": layer}), base.unit)
             if trial.loss < best.loss:
                 best = trial
         self.advance("fresh layer", self.target.layers, self.target.layers)
