@@ -88,9 +88,8 @@ class DustinConfig(BaseModel):
         None,
         ge=0,
         description="Target layer in which the queries of the step itself select what this layer "
-        "and all deeper ones read, by those of its heads that target_heads names, or all. Where "
-        "target_heads names no other layer, these scores are the history, too, and no more is "
-        "read. None: all layers read what earlier steps and the draft selected.",
+        "and all deeper ones read, by those of its heads that target_heads names, or all. None: "
+        "all layers read what earlier steps and the draft selected.",
     )
     aggregate: Literal["mean", "max"] = Field(
         "mean", description="How scores of several heads and queries become one."
@@ -444,12 +443,6 @@ class Settings:
     def fresh_heads(self) -> HeadSet:
         """The target's scoring heads whose queries select in ``fresh_layer``."""
         return self.target_heads.of_layer(self.config.fresh_layer)
-
-    @property
-    def history_is_fresh(self) -> bool:
-        """Whether the scores of ``fresh_layer`` are the next step's history, too: no other layer
-        scores."""
-        return self.fresh is not None and self.fresh_heads == self.target_heads
 
     @property
     def merged_groups(self) -> tuple[LayerGroup, ...]:

@@ -50,17 +50,14 @@ def reduce_scores(scores: torch.Tensor, aggregate: str) -> torch.Tensor:
     return scores.copy_(group.all_reduce(scores))
 
 
-def reduce_parts(both: torch.Tensor, settings: Settings, history_is_whole: bool) -> None:
+def reduce_parts(both: torch.Tensor, settings: Settings) -> None:
     """``reduce_scores`` of what all ranks hold a part of.
 
     Args:
         both: [2, R, C]: history and lookahead, next to each other in memory.
-        history_is_whole: history has been reduced already.
     """
-    first = 1 if history_is_whole else 0
     last = 1 if settings.draft_replicated else 2  # every rank has run the whole draft
-    if first < last:
-        reduce_scores(both[first:last], settings.config.aggregate)
+    reduce_scores(both[:last], settings.config.aggregate)
 
 
 # Settings that an engine can go on with others of: nothing is sized or captured by them for good.

@@ -171,7 +171,6 @@ class CpuRuntime(DustinRuntime):
         )
         self._to_score: list[int] = []  # batch rows that get a selection in this step
         self._history: torch.Tensor | None = None  # [len(to_score), C] token scores of this rank
-        self._fresh: torch.Tensor | None = None  # the same of all ranks, of the step's own queries
         self._whole: Any = None  # vLLM's metadata of this step, with whole block tables
         self._contexts = torch.empty(0)  # [len(to_score)] int32
         self._block_table = torch.empty(0)  # [len(to_score), MB] int32
@@ -181,7 +180,7 @@ class CpuRuntime(DustinRuntime):
     def plan_verification(self, metadata: Any) -> Any:
         self.target.arm(None)
         self.target.reset()
-        self._whole, self._fresh = metadata, None
+        self._whole = metadata
         self.decide_rows(metadata)
         self._to_score = [i for i, row in enumerate(self.rows) if row.needs_selection]
         if self._to_score:
@@ -225,30 +224,30 @@ class CpuRuntime(DustinRuntime):
         )
 
     def select_in_step(self, metadata: Any) -> None:
-        if not self._to_score or self.settings.fresh is None:
+        settings, group, whole = self.settings, self.settings.fresh, self._whole
+        sparse = [i for i, row in enumerate(self.rows) if row.dense is None]
+        if not sparse or group is None:
             return
         started = time.perf_counter()
-        settings, whole = self.settings, self._whole
         width = settings.gamma + 1
+        places = [self._to_score.index(i) for i in sparse]
         own = self._in_step.token_scores(
-            [capture.taken[-1].unflatten(0, (-1, width)) for capture in self._in_step.captures],
+            [
+                capture.taken[-1].unflatten(0, (-1, width))[places]
+                for capture in self._in_step.captures
+            ],
             width,
-            whole.block_table_tensor[self._to_score],
-            whole.seq_lens[self._to_score],
+            whole.block_table_tensor[sparse],
+            whole.seq_lens[sparse],
         )
-        self._fresh = reduce_scores(own, settings.config.aggregate)
-        sparse = [i for i, row in enumerate(self.rows) if row.dense is None]
-        if sparse:
-            group = settings.fresh
-            assert group is not None
-            rows = [self.rows[i] for i in sparse]
-            contexts = torch.tensor([row.context for row in rows], dtype=torch.int32)
-            tokens = self._fresh[[self._to_score.index(i) for i in sparse]]
-            units = cpu_ops.unit_scores(tokens, contexts, settings.unit, 0)
-            made = selection.merge_and_select(units, units, contexts, settings, group)
-            self.scores.selections[group.name][[row.slot.index for row in rows]] = made
-            compacted = self._compact(whole, sparse, group)
-            metadata.dustin_second.block_table.copy_(compacted.block_table_tensor)
+        reduce_scores(own, settings.config.aggregate)
+        rows = [self.rows[i] for i in sparse]
+        contexts = torch.tensor([row.context for row in rows], dtype=torch.int32)
+        units = cpu_ops.unit_scores(own, contexts, settings.unit, 0)
+        made = selection.merge_and_select(units, units, contexts, settings, group)
+        self.scores.selections[group.name][[row.slot.index for row in rows]] = made
+        compacted = self._compact(whole, sparse, group)
+        metadata.dustin_second.block_table.copy_(compacted.block_table_tensor)
         self.counters.scoring_seconds += time.perf_counter() - started
 
     def begin_scoring(self, metadata: Any, num_rejected: torch.Tensor | None) -> None:
@@ -276,12 +275,7 @@ class CpuRuntime(DustinRuntime):
             queries = [rows[worth, last][:, None] for rows in kept]
             if self.policy is not None:
                 self._last_queries = torch.cat([layer[:, 0] for layer in queries], dim=1)
-            if self._fresh is not None and self.settings.history_is_fresh:
-                self._history = self._fresh[worth][:, : int(self._contexts.max())]
-            else:
-                self._history = self.target.token_scores(
-                    queries, 1, self._block_table, self._contexts
-                )
+            self._history = self.target.token_scores(queries, 1, self._block_table, self._contexts)
             self.draft.reset()
         self.counters.scoring_seconds += time.perf_counter() - started
 
@@ -329,7 +323,7 @@ class CpuRuntime(DustinRuntime):
         seq_lens = contexts + settings.gamma
         own = self.draft.token_scores(queries, settings.gamma, self._block_table, seq_lens)
         both = torch.stack([self._history, own[:, : self._history.shape[1]]])
-        reduce_parts(both, settings, history_is_whole=settings.history_is_fresh)
+        reduce_parts(both, settings)
         history, lookahead = both
         unit, dilation = settings.unit, settings.dilation_tokens
         scores = (

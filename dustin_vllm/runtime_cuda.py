@@ -463,9 +463,7 @@ class CudaRuntime(DustinRuntime):
         self._graphs = DraftGraphs(self, runner.drafter, self.buffers.draft_inputs)
         self._verified_steps = 0
         self._block_table: torch.Tensor | None = None
-        # For select_in_step: vLLM's metadata of this step, and what layers with a selection of
-        # their own read of it (None: all is dense). None: no row gets a selection.
-        self._in_step: tuple[Any, Any | None] | None = None
+        self._in_step: Any = None  # for select_in_step: vLLM's metadata of this step
         self._last_queries = torch.empty(0)  # [R, scoring heads, D], of the last confirmed token
         pinned = runner.device.type == "cuda"
         self._recovery_host = torch.zeros(2, device="cpu", pin_memory=pinned)
@@ -533,7 +531,6 @@ class CudaRuntime(DustinRuntime):
             # Padded rows start behind the last token.
             kept = kept.clamp(max=metadata.num_actual_tokens - 1)
             queries.rows[: queries.count].copy_(kept.view(-1))
-            self._in_step = (metadata, None)
         selected = sparse or self._draft_sparse
         if rows and not selected and metadata.max_query_len > width:
             return metadata  # never in a full graph: the stock path is the same and cheaper
@@ -559,17 +556,17 @@ class CudaRuntime(DustinRuntime):
             planned.dustin_second = self._compact(
                 metadata, num_reqs, settings.second, contexts, VERIFY_SPARSELY
             )
-            self._in_step = (metadata, planned.dustin_second)
+            self._in_step = metadata if queries.count else None
         return planned
 
     def select_in_step(self, metadata: Any) -> None:
         buffers, settings, group = self.buffers, self.settings, self.settings.fresh
-        if self._in_step is None or group is None:
+        whole = self._in_step
+        if whole is None or group is None:
             return
-        whole, second = self._in_step
         num_reqs = whole.num_reqs
         lens, scores = buffers.fresh_lens[:num_reqs], buffers.fresh[:num_reqs]
-        torch.mul(whole.seq_lens[:num_reqs], buffers.row_info[NEEDS_SELECTION, :num_reqs], out=lens)
+        torch.mul(whole.seq_lens[:num_reqs], buffers.row_info[VERIFY_SPARSELY, :num_reqs], out=lens)
         kept = buffers.target_queries.of_layer(settings.config.fresh_layer)
         self._token_scores(
             "fresh",
@@ -580,8 +577,6 @@ class CudaRuntime(DustinRuntime):
             settings.config.aggregate,
         )
         reduce_scores(scores, settings.config.aggregate)
-        if second is None:
-            return
         contexts, own = buffers.verified[:num_reqs], buffers.groups[group.name]
         merge_and_select(
             own.selected[:num_reqs],
@@ -732,17 +727,14 @@ class CudaRuntime(DustinRuntime):
         self._block_table = metadata.block_table_tensor[:num_reqs]
         self._last_queries = last
         history = buffers.score_rows(num_reqs)[0]
-        if self.settings.history_is_fresh:
-            history.copy_(buffers.fresh[:num_reqs])  # made in this step's pass
-        else:
-            self._token_scores(
-                "target",
-                history,
-                last[:, None],
-                self._block_table,
-                contexts,
-                self.settings.config.aggregate,
-            )
+        self._token_scores(
+            "target",
+            history,
+            last[:, None],
+            self._block_table,
+            contexts,
+            self.settings.config.aggregate,
+        )
         self._passes = 0
 
     def begin_draft_pass(self, rows: torch.Tensor | None) -> None:
@@ -799,7 +791,7 @@ class CudaRuntime(DustinRuntime):
             contexts + settings.gamma * needs,
             settings.config.aggregate,
         )
-        reduce_parts(both, settings, history_is_whole=settings.history_is_fresh)
+        reduce_parts(both, settings)
         # Rows without a selection write too, but their slots are not marked as published.
         slots = buffers.row_info[SLOT, :num_reqs].long()
         for group in settings.merged_groups:

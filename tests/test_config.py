@@ -254,17 +254,15 @@ def test_layers_from_the_fresh_one_on_read_what_it_selects(target, draft):
     assert settings.fresh == config.LayerGroup("fresh", settings.target.budget_units, 0)
     assert settings.merged_groups == (settings.target,)
     assert settings.fresh_heads.layers == ((2, (0, 1, 2, 3)),)
-    assert settings.history_is_fresh  # by default layer 2 scores anyway
+    assert settings.target_heads == settings.fresh_heads  # by default layer 2 scores anyway
     assert config.groups_note(settings) == " (from layer 2 on by the step's own queries)"
     some = {"fresh_layer": 1, "target_heads": [{"layer": 1, "heads": [3]}]}
     alone = config.resolve(build(target, draft, some))
     assert alone.fresh_heads.layers == alone.target_heads.layers == ((1, (3,)),)
-    assert alone.history_is_fresh
     other = {"fresh_layer": 3, "target_heads": [{"layer": 1, "heads": [3]}]}
     both = config.resolve(build(target, draft, other))
     assert both.target_heads.layers == ((1, (3,)), (3, (0, 1, 2, 3)))
     assert both.fresh_heads.layers == ((3, (0, 1, 2, 3)),)
-    assert not both.history_is_fresh
     rival = config.resolve(build(target, draft, {"fresh_layer": 2, "policy": "streaming"}))
     assert (rival.fresh, rival.second_layers) == (None, {2, 3})  # ranked as all others are
     assert rival.second.lookahead_units == rival.target.lookahead_units > 0

@@ -243,12 +243,9 @@ class FakeEngine:
             if not needs[i] or context // settings.unit <= settings.largest.budget_units:
                 continue
             last = starts[i + 1] - 1 - rejected[i]
-            if not settings.history_is_fresh:
-                history = self.scores(
-                    "target", [q[last : last + 1] for q in target], heads["target"], i, context
-                )
-            else:
-                history = self.own_scores(target, starts, i, contexts[i] + new[i])
+            history = self.scores(
+                "target", [q[last : last + 1] for q in target], heads["target"], i, context
+            )
             lookahead = self.scores(
                 "draft", [torch.stack([p[i] for p in passes])], heads["draft"], i, context + GAMMA
             )

@@ -108,14 +108,10 @@ part_eval_wide() { # three of 24 layers read 4096: 1408 on average
 part_eval_fresh() { # layer 16's own queries select for it and all deeper ones
   eval_tokens eval-fresh-h200 --budget 1024 --dustin-json '{"fresh_layer": 16}'
 }
-alone='{"fresh_layer": 16, "target_heads": [{"layer": 16}]}' # its scores are the history, too
-part_eval_fresh_alone() { eval_tokens eval-fresh-alone-h200 --budget 1024 --dustin-json "$alone"; }
 part_eval_fresh_512() { eval_tokens eval-fresh-512-h200 --budget 512 --dustin-json '{"fresh_layer": 16}'; }
-drift_fresh() {
-  evaluate "$1" --context 16384 --granularity token --tasks drift --drift-samples 8 --policies dustin --budget 1024 --max-seconds "${MAX:-300}" --dustin-json "$2"
+part_eval_drift_fresh() {
+  evaluate eval-drift-fresh-h200 --context 16384 --granularity token --tasks drift --drift-samples 8 --policies dustin --budget 1024 --max-seconds "${MAX:-300}" --dustin-json '{"fresh_layer": 16}'
 }
-part_eval_drift_fresh() { drift_fresh eval-drift-fresh-h200 '{"fresh_layer": 16}'; }
-part_eval_drift_fresh_alone() { drift_fresh eval-drift-fresh-alone-h200 "$alone"; }
 part_eval_wide_8192() { # 1920 on average
   eval_tokens eval-wide-8192-h200 --budget 1024 --tasks continuation --dustin-json '{"wide_layers": [16, 21, 22], "wide_budget": 8192}'
 }
