@@ -164,7 +164,7 @@ def paged_attention(
     Args:
         value_cache: a token's values follow its keys in memory, as in vLLM's caches.
         num_splits: 1, 2, 4 or 8 blocks per sequence and key head.
-        tuning: one of the library, see launch_tuned there; 0 for its own choice.
+        tuning: 1 or 2 of the library, 0 for its own choice.
         early: block_table, seq_lens, query_starts and what the cache holds of tokens before each
             sequence's queries may be read while the previous kernel of the stream still runs. It
             must not write them, and an ordinary launch must lie between those that did and this

@@ -108,6 +108,9 @@ part_eval_wide() { # three of 24 layers read 4096: 1408 on average
 part_eval_fresh() { # layer 16's own queries select for it and all deeper ones
   eval_tokens eval-fresh-h200 --budget 1024 --dustin-json '{"fresh_layer": 16}'
 }
+part_eval_fresh_max() { eval_tokens eval-fresh-max-h200 --budget 1024 --dustin-json '{"fresh_layer": 16, "aggregate": "max"}'; }
+part_eval_fresh_block() { eval_tokens eval-fresh-block-h200 --budget 1024 --granularity block --dustin-json '{"fresh_layer": 16}'; }
+part_eval_token() { eval_tokens eval-token-h200 --budget 1024; } # beside them
 part_eval_fresh_512() { eval_tokens eval-fresh-512-h200 --budget 512 --dustin-json '{"fresh_layer": 16}'; }
 part_eval_drift_fresh() {
   evaluate eval-drift-fresh-h200 --context 16384 --granularity token --tasks drift --drift-samples 8 --policies dustin --budget 1024 --max-seconds "${MAX:-300}" --dustin-json '{"fresh_layer": 16}'
