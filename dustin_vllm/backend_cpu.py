@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +62,7 @@ class DustinCPUAttentionBackendImpl(CPUAttentionBackendImpl):
 
     capture: QueryCapture | None = None  # set on scoring layers, see runtime.attach
     second = False  # set on layers with a selection of their own, see runtime.attach
-    selects: DustinRuntime | None = None  # set on the layer that selects within a step
+    selects: Callable[[Any], None] | None = None  # set on layers that select within a step
 
     def forward(
         self,
@@ -77,7 +78,7 @@ class DustinCPUAttentionBackendImpl(CPUAttentionBackendImpl):
         if self.capture is not None and attn_metadata is not None:
             self.capture.take(query)
         if self.selects is not None and attn_metadata is not None:
-            self.selects.select_in_step(attn_metadata)
+            self.selects(attn_metadata)
         if self.second and attn_metadata is not None:
             attn_metadata = attn_metadata.dustin_second or attn_metadata
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,7 +124,7 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
     capture: QueryBuffer | None = None  # set on scoring layers, see runtime.attach
     own: OwnAttention | None = None  # our kernel, see CudaRuntime
     second = False  # set on layers with a selection of their own, see runtime.attach
-    selects: CudaRuntime | None = None  # set on the layer that selects within a step
+    selects: Callable[[Any], None] | None = None  # set on layers that select within a step
     token_pages = False  # whether compacted tables address single tokens
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -150,7 +151,7 @@ class DustinCudaAttentionImpl(FlashAttentionImpl):
             if self.capture is not None:
                 self.capture.take(self, query)
             if self.selects is not None:
-                self.selects.select_in_step(attn_metadata)
+                self.selects(attn_metadata)
             if self.second:
                 attn_metadata = attn_metadata.dustin_second or attn_metadata
             if self.token_pages and attn_metadata.dustin_compacted:

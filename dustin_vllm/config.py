@@ -84,12 +84,12 @@ class DustinConfig(BaseModel):
     wide_budget: int | None = Field(
         None, ge=1, description="Budget of wide_layers. None: four times the budget."
     )
-    fresh_layer: int | None = Field(
-        None,
-        ge=0,
-        description="Target layer in which the queries of the step itself select what this layer "
-        "and all deeper ones read, by those of its heads that target_heads names, or all. None: "
-        "all layers read what earlier steps and the draft selected.",
+    fresh_layers: tuple[int, ...] = Field(
+        (),
+        description="Target layers in which the queries of the step itself select what this layer "
+        "and the deeper ones up to the next of these read, by those of its heads that "
+        "target_heads names, or all. The layers before read what earlier steps and the draft "
+        "selected.",
     )
     aggregate: Literal["mean", "max"] = Field(
         "mean", description="How scores of several heads and queries become one."
@@ -335,8 +335,8 @@ def profile_note(config: DustinConfig) -> str:
 def groups_note(settings: Settings) -> str:
     """What the log says about layers that read a selection of their own."""
     if settings.fresh is not None:
-        layer = settings.config.fresh_layer
-        return f" (from layer {layer} on by the step's own queries)"
+        listed = ", ".join(map(str, sorted(set(settings.config.fresh_layers))))
+        return f" (from layer {listed} on by the step's own queries)"
     layers = settings.config.wide_layers
     if not layers:
         return ""
@@ -355,7 +355,7 @@ class HeadSet:
         """Scoring heads over all layers."""
         return sum(len(heads) for _, heads in self.layers)
 
-    def of_layer(self, layer: int | None) -> HeadSet:
+    def of_layer(self, layer: int) -> HeadSet:
         """Those of one layer; none if it is not among them."""
         return HeadSet(tuple(entry for entry in self.layers if entry[0] == layer))
 
@@ -399,7 +399,7 @@ class Settings:
     draft_heads: HeadSet
     draft_replicated: bool = False  # every tensor-parallel rank runs the whole draft
     # Target layers with a selection of their own: the deeper half (split), wide_layers, or those
-    # from fresh_layer on.
+    # from the first of fresh_layers on.
     second: LayerGroup | None = None
     second_layers: frozenset[int] = frozenset()
     target_layers: int = 1
@@ -435,14 +435,9 @@ class Settings:
 
     @property
     def fresh(self) -> LayerGroup | None:
-        """The group whose selection is made within a step, by ``fresh_layer``."""
+        """The group whose selection is made within a step, by ``fresh_layers``."""
         ours = self.config.policy == "dustin"  # others rank after a step
-        return self.second if ours and self.config.fresh_layer is not None else None
-
-    @property
-    def fresh_heads(self) -> HeadSet:
-        """The target's scoring heads whose queries select in ``fresh_layer``."""
-        return self.target_heads.of_layer(self.config.fresh_layer)
+        return self.second if ours and self.config.fresh_layers else None
 
     @property
     def merged_groups(self) -> tuple[LayerGroup, ...]:
@@ -722,9 +717,9 @@ def settings_of(
         first = 0 if config.policy == "history" else target_group.budget_units
         target_group = replace(target_group, lookahead_units=first)
     second, second_layers = None, frozenset(config.wide_layers)
-    if (layer := config.fresh_layer) is not None:
-        _check_fresh_layer(config, layer, pair.target.layers)
-        second_layers = frozenset(range(layer, pair.target.layers))
+    if config.fresh_layers:
+        _check_fresh_layers(config, pair.target.layers)
+        second_layers = frozenset(range(min(config.fresh_layers), pair.target.layers))
         first = 0 if config.policy == "dustin" else target_group.lookahead_units
         second = replace(target_group, name="fresh", lookahead_units=first)
     elif second_layers:
@@ -740,9 +735,10 @@ def settings_of(
             (config.draft_heads, "draft_heads", pair.draft),
         )
     ]
-    if layer is not None and not heads[0].of_layer(layer).layers:
-        entry = (layer, tuple(range(pair.target.heads)))
-        heads[0] = HeadSet(tuple(sorted((*heads[0].layers, entry))))
+    named, everything = dict(heads[0].layers), tuple(range(pair.target.heads))
+    heads[0] = HeadSet(
+        tuple(sorted({**dict.fromkeys(config.fresh_layers, everything), **named}.items()))
+    )
     return Settings(
         config=config,
         gamma=gamma,
@@ -760,15 +756,18 @@ def settings_of(
     )
 
 
-def _check_fresh_layer(config: DustinConfig, layer: int, num_layers: int) -> None:
+def _check_fresh_layers(config: DustinConfig, num_layers: int) -> None:
     if config.wide_layers or config.merge == "split":
         other = "wide_layers" if config.wide_layers else "merge='split'"
         raise ConfigError(
-            f"dustin.fresh_layer and {other} both give layers a selection of their own; leave out "
+            f"dustin.fresh_layers and {other} both give layers a selection of their own; leave out "
             "one of them"
         )
-    if layer >= num_layers:
-        raise ConfigError(f"dustin.fresh_layer={layer}: the target has layers 0..{num_layers - 1}")
+    if any(not 0 <= layer < num_layers for layer in config.fresh_layers):
+        raise ConfigError(
+            f"dustin.fresh_layers={list(config.fresh_layers)}: the target has layers "
+            f"0..{num_layers - 1}"
+        )
 
 
 def _target_group(config: DustinConfig, unit: int) -> LayerGroup:

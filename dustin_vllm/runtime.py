@@ -20,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,11 +160,15 @@ class DustinRuntime(ABC):
                 "settings are captured in draft graphs; start with draft_graphs=false"
             )
         settings = config.resolve(self.runner.vllm_config, changes)
-        if settings.second_layers != self.settings.second_layers:
+        old, new = (
+            (s.second_layers, set(s.config.fresh_layers)) for s in (self.settings, settings)
+        )
+        if old != new:
             raise config.ConfigError(
-                "dustin.wide_layers, fresh_layer and merge='split' are fixed when the engine starts"
+                "dustin.wide_layers, fresh_layers and merge='split' are fixed when the engine "
+                "starts"
             )
-        if settings.config.fresh_layer is not None and self.runner.device.type == "cuda":
+        if settings.config.fresh_layers and self.runner.device.type == "cuda":
             self._check_fresh(settings)
         self.settings = settings
         self.scores = self._new_scores(self.runner.device)
@@ -172,11 +177,11 @@ class DustinRuntime(ABC):
         self.use_policy()
 
     def _check_fresh(self, settings: Settings) -> None:
-        """What happens in ``fresh_layer`` is captured in the target's graphs."""
+        """What happens in ``fresh_layers`` is captured in the target's graphs."""
         old, new = ((s.fresh, s.config.sinks, s.config.recent) for s in (self.settings, settings))
         if old != new and not self.runner.vllm_config.model_config.enforce_eager:
             raise config.ConfigError(
-                "dustin.fresh_layer selects in CUDA graphs, by the budget, policy, sinks and "
+                "dustin.fresh_layers select in CUDA graphs, by the budget, policy, sinks and "
                 "recent of the start; use enforce_eager, or an engine for each"
             )
 
@@ -189,12 +194,13 @@ class DustinRuntime(ABC):
         """Make room for the selections of other settings."""
 
     @abstractmethod
-    def select_in_step(self, metadata: Any) -> None:
-        """Called in ``fresh_layer``, once its queries and keys are there and before it attends:
-        score the context by the step's own queries, and let this layer and all deeper ones read
-        what that selects.
+    def select_in_step(self, layer: int, metadata: Any) -> None:
+        """Called in each of ``fresh_layers``, once its queries and keys are there and before it
+        attends: score the context by the step's own queries, and let this layer and all deeper
+        ones read what that selects.
 
         Args:
+            layer: index in the target.
             metadata: of the backend, as its builder made it for this step.
         """
 
@@ -500,7 +506,8 @@ def attach(runner: Any) -> None:
     builder.runtime = runtime
     for index, layer in target_layers.items():
         layer.impl.second = index in settings.second_layers  # read by the backends
-        layer.impl.selects = runtime if index == settings.config.fresh_layer else None
+        selects = index in settings.config.fresh_layers
+        layer.impl.selects = partial(runtime.select_in_step, index) if selects else None
     for group in groups:
         if group is not target_groups[0]:
             group.get_metadata_builder().draft_only = True

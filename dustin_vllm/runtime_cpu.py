@@ -164,11 +164,13 @@ class CpuRuntime(DustinRuntime):
                 (draft_layers, settings.draft_heads, settings.draft_replicated),
             )
         )
-        # Of the target's scoring heads those that select in fresh_layer.
-        layer = settings.config.fresh_layer
-        self._in_step = self.target.of_layer(
-            None if layer is None else target_layers[layer], settings.fresh_heads.num_heads
-        )
+        # Of the target's scoring heads those that select within a step, by layer.
+        self._in_step = {
+            layer: self.target.of_layer(
+                target_layers[layer], settings.target_heads.of_layer(layer).num_heads
+            )
+            for layer in settings.config.fresh_layers
+        }
         self._to_score: list[int] = []  # batch rows that get a selection in this step
         self._history: torch.Tensor | None = None  # [len(to_score), C] token scores of this rank
         self._whole: Any = None  # vLLM's metadata of this step, with whole block tables
@@ -223,7 +225,7 @@ class CpuRuntime(DustinRuntime):
             ]
         )
 
-    def select_in_step(self, metadata: Any) -> None:
+    def select_in_step(self, layer: int, metadata: Any) -> None:
         settings, group, whole = self.settings, self.settings.fresh, self._whole
         sparse = [i for i, row in enumerate(self.rows) if row.dense is None]
         if not sparse or group is None:
@@ -231,11 +233,9 @@ class CpuRuntime(DustinRuntime):
         started = time.perf_counter()
         width = settings.gamma + 1
         places = [self._to_score.index(i) for i in sparse]
-        own = self._in_step.token_scores(
-            [
-                capture.taken[-1].unflatten(0, (-1, width))[places]
-                for capture in self._in_step.captures
-            ],
+        scorer = self._in_step[layer]
+        own = scorer.token_scores(
+            [capture.taken[-1].unflatten(0, (-1, width))[places] for capture in scorer.captures],
             width,
             whole.block_table_tensor[sparse],
             whole.seq_lens[sparse],

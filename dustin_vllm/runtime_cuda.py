@@ -96,9 +96,9 @@ class QueryBuffer:
         self.count = 0
         self._layers: dict[int, tuple[slice, torch.Tensor]] = {}
 
-    def of_layer(self, layer: int | None) -> torch.Tensor:
+    def of_layer(self, layer: int) -> torch.Tensor:
         """The part of ``queries`` with the heads of one layer, which may be none."""
-        begin = sum(len(heads) for index, heads in self.heads.layers if index < (layer or 0))
+        begin = sum(len(heads) for index, heads in self.heads.layers if index < layer)
         return self.queries[:, begin : begin + self.heads.of_layer(layer).num_heads]
 
     def attach(self, layers: dict[int, Any]) -> None:
@@ -141,7 +141,7 @@ class Buffers:
     contexts: torch.Tensor  # [R] int32
     verified: torch.Tensor  # [R] int32, contexts of this step's verification
     scores: torch.Tensor  # [2, R, C] fp32, see score_rows
-    fresh: torch.Tensor  # [R, C] fp32, of the step's own queries; empty without fresh_layer
+    fresh: torch.Tensor  # [R, C] fp32, of the step's own queries; empty without fresh_layers
     fresh_lens: torch.Tensor  # [R] int32, lengths they are made for; 0: not wanted
     target_queries: QueryBuffer  # R * (gamma + 1) places
     draft_queries: QueryBuffer  # gamma * R places, pass by pass
@@ -166,7 +166,8 @@ class Buffers:
         tensors = [v for h in holders for v in vars(h).values() if isinstance(v, torch.Tensor)]
         for query_buffer in (self.target_queries, self.draft_queries):
             tensors += [query_buffer.queries, query_buffer.rows]
-        return sum(t.nbytes for t in tensors if t.device.type != "cpu")
+        owned = {id(t): t for t in tensors if t.device.type != "cpu"}  # fresh layers share
+        return sum(t.nbytes for t in owned.values())
 
 
 _reserved: dict[int, tuple[Any, Buffers]] = {}
@@ -198,7 +199,7 @@ def reserve(vllm_config: Any, device: torch.device) -> Buffers:
         local = heads.of_rank(group.rank_in_group, ranks, per_rank)
         return QueryBuffer(local, places, model.get_head_size(), model.dtype, device)
 
-    in_step = settings.config.fresh_layer is not None
+    in_step = bool(settings.config.fresh_layers)
     buffers = Buffers(
         settings=settings,
         max_rows=rows,
@@ -256,17 +257,24 @@ def _scoring_workspaces(
     wanted = {
         "target": (heads, *target, 1, room),
         "draft": (buffers.draft_queries.heads, *draft, gamma, room),
-        "fresh": (heads.of_layer(settings.config.fresh_layer), *target, gamma + 1, room),
     }
+    for layer in settings.config.fresh_layers:
+        wanted[f"fresh {layer}"] = (heads.of_layer(layer), *target, gamma + 1, room)
     if settings.config.sample_recovery_every:
         wanted["recovery"] = (heads, *target, gamma + 1, room // 4)
-    made = {}
+    made: dict[str, ScoringWorkspace] = {}
+    scratch: dict[Any, ScoringWorkspace] = {}
     for name, (chosen, model, parallel, num_queries, max_bytes) in wanted.items():
         if chosen.num_heads:
             group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
             size = scoring_size([heads for _, heads in chosen.layers], group, model.dtype)
             _, rows, context = buffers.scores.shape
-            made[name] = token_scores_workspace(size, num_queries, rows, context, device, max_bytes)
+            key = size if name.startswith("fresh") else name  # fresh layers take turns
+            if key not in scratch:
+                scratch[key] = token_scores_workspace(
+                    size, num_queries, rows, context, device, max_bytes
+                )
+            made[name] = scratch[key]
     return made
 
 
@@ -559,7 +567,7 @@ class CudaRuntime(DustinRuntime):
             self._in_step = metadata if queries.count else None
         return planned
 
-    def select_in_step(self, metadata: Any) -> None:
+    def select_in_step(self, layer: int, metadata: Any) -> None:
         buffers, settings, group = self.buffers, self.settings, self.settings.fresh
         whole = self._in_step
         if whole is None or group is None:
@@ -567,9 +575,9 @@ class CudaRuntime(DustinRuntime):
         num_reqs = whole.num_reqs
         lens, scores = buffers.fresh_lens[:num_reqs], buffers.fresh[:num_reqs]
         torch.mul(whole.seq_lens[:num_reqs], buffers.row_info[VERIFY_SPARSELY, :num_reqs], out=lens)
-        kept = buffers.target_queries.of_layer(settings.config.fresh_layer)
+        kept = buffers.target_queries.of_layer(layer)
         self._token_scores(
-            "fresh",
+            f"fresh {layer}",
             scores,
             kept.unflatten(0, (-1, settings.gamma + 1))[:num_reqs],
             whole.block_table_tensor[:num_reqs],
@@ -658,7 +666,10 @@ class CudaRuntime(DustinRuntime):
         for name, layers, chosen in (
             ("target", self.target_layers, of_target),
             ("draft", self.draft_layers, self.buffers.draft_queries.heads),
-            ("fresh", self.target_layers, of_target.of_layer(self.settings.config.fresh_layer)),
+            *(
+                (f"fresh {layer}", self.target_layers, of_target.of_layer(layer))
+                for layer in self.settings.config.fresh_layers
+            ),
         ):
             self._plans[name] = None
             if not chosen.num_heads:
@@ -687,9 +698,10 @@ class CudaRuntime(DustinRuntime):
             out.zero_()
             return
         layers = self.draft_layers if name == "draft" else self.target_layers
-        settings = self.settings
-        whole = {"draft": settings.draft_heads, "fresh": settings.fresh_heads}
-        heads = whole.get(name, settings.target_heads)
+        layer = name.partition(" ")[2]
+        heads = self.settings.draft_heads if name == "draft" else self.settings.target_heads
+        if layer:
+            heads = heads.of_layer(int(layer))
         token_scores(
             out,
             queries,

@@ -921,7 +921,7 @@ def test_the_queries_of_a_fresh_layer_select_in_a_trial(
     made = made_search(pair, scores, tmp_path)
     for unit, heads_ in ((16, None), (1, [1, 2])):
         heads = [{"layer": 0, "heads": heads_}]
-        wanted = config(budget=128, fresh_layer=0, target_heads=heads)
+        wanted = config(budget=128, fresh_layers=(0,), target_heads=heads)
         expected: policies.Selections = []
         for item in scores.items:
             trace, n = scores.traces[item.trace], item.context
@@ -949,13 +949,19 @@ def test_a_fresh_layer_must_lower_kl_by_enough(
     base = made.trial(config(budget=96), 16)
     losses = {}
     for layer in range(4):
-        losses[layer] = made.trial(config(budget=96, fresh_layer=layer), 16).loss
+        losses[layer] = made.trial(config(budget=96, fresh_layers=(layer,)), 16).loss
     best = min(losses, key=lambda layer: losses[layer])
-    found = made.fresh_layer(replace(base, loss=2 * losses[best]))
-    assert (found.config.fresh_layer, found.loss) == (best, losses[best])
+    found = made.fresh_layers(replace(base, loss=2 * losses[best]), 1)
+    assert (found.config.fresh_layers, found.loss) == ((best,), losses[best])
     assert found.config.target_heads == base.config.target_heads
     same = replace(base, loss=losses[best])
-    assert made.fresh_layer(same) is same
+    assert made.fresh_layers(same, 1) is same
+    pairs = [tuple(sorted((best, layer))) for layer in range(4) if layer != best]
+    seconds = {pair: made.trial(config(budget=96, fresh_layers=pair), 16).loss for pair in pairs}
+    winner = min(pairs, key=lambda pair: seconds[pair])
+    enough = seconds[winner] <= search.WORTHWHILE * losses[best]
+    two = made.fresh_layers(replace(base, loss=2 * losses[best]), 2)
+    assert two.config.fresh_layers == (winner if enough else (best,))
 
 
 def test_the_search_ends_with_a_fresh_layer_if_asked(
@@ -963,19 +969,21 @@ def test_the_search_ends_with_a_fresh_layer_if_asked(
 ) -> None:
     monkeypatch.setattr(
         search.Search,
-        "fresh_layer",
-        lambda self, base: replace(base, config=base.config.model_copy(update={"fresh_layer": 2})),
+        "fresh_layers",
+        lambda self, base, most: replace(
+            base, config=base.config.model_copy(update={"fresh_layers": (2,)[:most]})
+        ),
     )
     made = made_search(pair, scores, tmp_path)
-    found = made.run(config(budget=96), 2, seed=0, most_layers=1, fresh=True)
-    assert report.profile_data(*pair, found, False, "here")["settings"]["fresh_layer"] == 2
+    found = made.run(config(budget=96), 2, seed=0, most_layers=1, most_fresh=1)
+    assert report.profile_data(*pair, found, False, "here")["settings"]["fresh_layers"] == [2]
     plain = made.run(config(budget=96), 2, seed=0, most_layers=1)
-    assert "fresh_layer" not in report.profile_data(*pair, plain, False, "here")["settings"]
+    assert "fresh_layers" not in report.profile_data(*pair, plain, False, "here")["settings"]
     rows = {row.name: row for row in report.variants(found.chosen.config, config(), 4)}
-    assert rows["hybrid"].config.fresh_layer == 2
-    assert rows["without fresh layer"].config.fresh_layer is None
-    assert rows["history only"].over == "without fresh layer"
-    assert all(row.config.fresh_layer is None for row in rows.values() if row.name != "hybrid")
+    assert rows["hybrid"].config.fresh_layers == (2,)
+    assert rows["without fresh layers"].config.fresh_layers == ()
+    assert rows["history only"].over == "without fresh layers"
+    assert not any(row.config.fresh_layers for row in rows.values() if row.name != "hybrid")
 
 
 def trial(loss: float, scoring: int, kl: tuple[float, ...]) -> search.Trial:
@@ -1261,7 +1269,7 @@ def test_wrong_options_are_refused(target: Path, draft: Path, tmp_path: Path) ->
         ({"budget": 300}, "budget=300: covers the context of 320"),
         ({"windows": 2}, "windows=2"),
         ({"dtype": "int8"}, "dtype=int8: choose"),
-        ({"wide": 2, "fresh": True}, "wide=2, fresh: .*ask for one"),
+        ({"wide": 2, "fresh": 1}, "wide=2, fresh=1: .*ask for one"),
         ({"target": tmp_path}, "target=.*no config.json"),
         ({"context": 8192, "budget": 512}, "context=8192: target=.*at most 4096"),
     ):

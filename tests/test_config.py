@@ -34,9 +34,9 @@ def build(target, draft, dustin, **kw):
         ({"wide_layers": [0, 1, 2, 3]}, "wide_layers names every layer; raise budget"),
         ({"wide_layers": [1], "wide_budget": 512}, "wide_budget=512 is below budget=1024"),
         ({"wide_layers": [1], "merge": "split"}, "merge='split' and wide_layers both"),
-        ({"fresh_layer": 4}, "fresh_layer=4: the target has layers 0..3"),
-        ({"fresh_layer": 1, "wide_layers": [1]}, "fresh_layer and wide_layers both"),
-        ({"fresh_layer": 1, "merge": "split"}, "fresh_layer and merge='split' both"),
+        ({"fresh_layers": [1, 4]}, r"fresh_layers=\[1, 4\]: the target has layers 0..3"),
+        ({"fresh_layers": [1], "wide_layers": [1]}, "fresh_layers and wide_layers both"),
+        ({"fresh_layers": [1], "merge": "split"}, "fresh_layers and merge='split' both"),
         ({"budget": 16}, "dustin.budget=16 is less than one unit of 32.*32 or more"),
         ({"budget": 64}, "budget=64.*cannot hold sinks=4 and recent=64.*96 or more"),
         ({"budget": 256, "draft_budget": 300}, "draft_budget=300 exceeds budget=256"),
@@ -249,21 +249,21 @@ def test_wide_layers_have_a_budget_of_their_own(target, draft):
 
 
 def test_layers_from_the_fresh_one_on_read_what_it_selects(target, draft):
-    settings = config.resolve(build(target, draft, {"fresh_layer": 2, "lookahead": 64}))
+    settings = config.resolve(build(target, draft, {"fresh_layers": [2], "lookahead": 64}))
     assert settings.second_layers == {2, 3}
     assert settings.fresh == config.LayerGroup("fresh", settings.target.budget_units, 0)
     assert settings.merged_groups == (settings.target,)
-    assert settings.fresh_heads.layers == ((2, (0, 1, 2, 3)),)
-    assert settings.target_heads == settings.fresh_heads  # by default layer 2 scores anyway
+    assert settings.target_heads.layers == ((2, (0, 1, 2, 3)),)  # layer 2 scores by default
     assert config.groups_note(settings) == " (from layer 2 on by the step's own queries)"
-    some = {"fresh_layer": 1, "target_heads": [{"layer": 1, "heads": [3]}]}
+    some = {"fresh_layers": [1], "target_heads": [{"layer": 1, "heads": [3]}]}
     alone = config.resolve(build(target, draft, some))
-    assert alone.fresh_heads.layers == alone.target_heads.layers == ((1, (3,)),)
-    other = {"fresh_layer": 3, "target_heads": [{"layer": 1, "heads": [3]}]}
+    assert alone.target_heads.of_layer(1) == alone.target_heads == config.HeadSet(((1, (3,)),))
+    other = {"fresh_layers": [3, 1], "target_heads": [{"layer": 1, "heads": [3]}]}
     both = config.resolve(build(target, draft, other))
     assert both.target_heads.layers == ((1, (3,)), (3, (0, 1, 2, 3)))
-    assert both.fresh_heads.layers == ((3, (0, 1, 2, 3)),)
-    rival = config.resolve(build(target, draft, {"fresh_layer": 2, "policy": "streaming"}))
+    assert both.second_layers == {1, 2, 3}
+    assert config.groups_note(both) == " (from layer 1, 3 on by the step's own queries)"
+    rival = config.resolve(build(target, draft, {"fresh_layers": [2], "policy": "streaming"}))
     assert (rival.fresh, rival.second_layers) == (None, {2, 3})  # ranked as all others are
     assert rival.second.lookahead_units == rival.target.lookahead_units > 0
 

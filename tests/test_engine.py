@@ -106,9 +106,9 @@ class Spy:
 
         select = CpuRuntime.select_in_step
 
-        def select_in_step(runtime, metadata):
-            select(runtime, metadata)
-            spy.check_fresh(runtime)
+        def select_in_step(runtime, layer, metadata):
+            select(runtime, layer, metadata)
+            spy.check_fresh(runtime, layer)
 
         monkeypatch.setattr(CpuRuntime, "select_in_step", select_in_step)
         monkeypatch.setattr(CpuRuntime, "plan_verification", plan_verification)
@@ -178,9 +178,9 @@ class Spy:
         assert (kw["output"][span] - wanted).norm() < 1e-5 * wanted.norm()
         self.outputs_checked += 1
 
-    def fresh_scores(self, runtime: Any, row: int) -> torch.Tensor:
-        """Token scores of a row by the step's own queries, in the layer that selects."""
-        (capture,) = runtime._in_step.captures
+    def fresh_scores(self, runtime: Any, row: int, layer: int) -> torch.Tensor:
+        """Token scores of a row by the step's own queries, in a layer that selects."""
+        (capture,) = runtime._in_step[layer].captures
         starts, length = self._full.query_start_loc_cpu, runtime.rows[row].seq_len
         end = int(starts[row + 1])
         asked = [max(int(starts[row]), end - GAMMA - 1 + i) for i in range(GAMMA + 1)]
@@ -189,13 +189,13 @@ class Spy:
         queries = self.queries[capture.layer.layer_name][asked][:, capture.heads]
         return reference.token_scores(queries, keys, capture.layer.impl.scale)
 
-    def check_fresh(self, runtime: Any) -> None:
+    def check_fresh(self, runtime: Any, layer: int) -> None:
         """Sparse rows read from here on what the reference selects by their own queries."""
         settings = runtime.settings
         for index, row in enumerate(runtime.rows):
             if row.dense is not None:
                 continue
-            scores = self.fresh_scores(runtime, index)
+            scores = self.fresh_scores(runtime, index, layer)
             units = reference.unit_scores(scores, row.context, settings.unit)
             wanted = reference_selection(units, units, row.context, settings, settings.fresh)
             slot = row.slot.index
@@ -280,7 +280,7 @@ def test_self_draft_accepts_everything(make_llm, target):
 WIDE = {"wide_layers": [1, 3], "wide_budget": 224}
 
 
-FRESH = {"fresh_layer": 2, "target_heads": [{"layer": 1}]}
+FRESH = {"fresh_layers": [1, 3], "target_heads": [{"layer": 2}]}
 
 
 @pytest.mark.parametrize(

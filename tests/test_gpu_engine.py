@@ -169,7 +169,8 @@ class Spy:
         asked = query[[max(0, len(query) - GAMMA - 1 + i) for i in range(GAMMA + 1)]]
         table = self.full.block_table_tensor[row]
         keys, _ = gathered(kv_cache, table, context + len(query))
-        ((_, heads),) = settings.fresh_heads.layers
+        (layer,) = impl.selects.args
+        ((_, heads),) = settings.target_heads.of_layer(layer).layers
         group = impl.num_heads // impl.num_kv_heads
         scores = reference.token_scores(
             asked[:, list(heads)].cpu(), keys[:, [h // group for h in heads]], impl.scale
@@ -217,7 +218,7 @@ class Spy:
 
 
 WIDE = {"wide_layers": [1, 3], "wide_budget": 192 * SCALE}
-FRESH = {"fresh_layer": 2, "target_heads": [{"layer": 1}]}
+FRESH = {"fresh_layers": [1, 3], "target_heads": [{"layer": 2}]}
 
 
 @pytest.mark.parametrize("more", [{}, WIDE, FRESH], ids=["one_budget", "wide", "fresh"])

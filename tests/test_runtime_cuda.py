@@ -113,10 +113,8 @@ class FakeEngine:
             "wide": LayerGroup("wide", 128 // unit, 64 // unit),
             "fresh": LayerGroup("fresh", budget, 0),
         }
-        alone = second == "fresh alone"
-        second = "fresh" if alone else second
-        fresh = 1 if second == "fresh" else None
-        scoring = ((1, (0, 1, 2, 3)),)
+        fresh = {"fresh": (1,), "two fresh": (0, 1)}.get(second or "", ())
+        second = "fresh" if fresh else second
         draft = None
         if draft_units is not None:
             draft = LayerGroup("draft", draft_units, draft_units // 3)
@@ -127,7 +125,7 @@ class FakeEngine:
                 recent=16,
                 dense_below=0,
                 verify_kernel=kernel,
-                fresh_layer=fresh,
+                fresh_layers=fresh,
             ),
             gamma=GAMMA,
             unit=unit,
@@ -136,9 +134,9 @@ class FakeEngine:
             target=target,
             draft=draft,
             second=groups[second] if second else None,
-            second_layers=frozenset({1} if second else ()),
+            second_layers=frozenset(fresh or ({1} if second else ())),
             target_layers=2,
-            target_heads=HeadSet(scoring if alone else ((0, (1,)), *scoring)),
+            target_heads=HeadSet(((0, (1,)), (1, (0, 1, 2, 3)))),
             draft_heads=HeadSet(((0, (0, 3)),)),
         )
         monkeypatch.setattr(runtime_cuda.config, "resolve", lambda _: self.settings)
@@ -222,11 +220,12 @@ class FakeEngine:
         for query, (layer, _) in zip(target, heads["target"].layers, strict=True):
             runtime.buffers.target_queries.take(self.layers["target"][layer].impl, query)
         starts = metadata.query_start_loc_cpu.tolist()
-        if settings.fresh is not None:
-            runtime.select_in_step(planned)
+        for layer in settings.config.fresh_layers:
+            runtime.select_in_step(layer, planned)
             for i, row in enumerate(runtime.rows):
                 if row.dense is None:
-                    self.check_fresh(i, self.own_scores(target, starts, i, contexts[i] + new[i]))
+                    length = contexts[i] + new[i]
+                    self.check_fresh(i, self.own_scores(target, starts, i, length, layer))
         runtime.begin_scoring(metadata, int32(rejected))
         passes, drafted = [], []
         for index in range(GAMMA):
@@ -268,11 +267,11 @@ class FakeEngine:
                 assert got == wanted
         return [planned, drafted]
 
-    def own_scores(self, target: list, starts: list[int], row: int, length: int):
+    def own_scores(self, target: list, starts: list[int], row: int, length: int, layer: int):
         """Reference token scores by the last queries of the step itself, as many as verify."""
         begin, end = starts[row : row + 2]
         asked = [max(begin, end - GAMMA - 1 + i) for i in range(GAMMA + 1)]
-        heads = self.settings.fresh_heads
+        heads = self.settings.target_heads.of_layer(layer)
         kept = [
             queries[asked]
             for queries, entry in zip(target, self.settings.target_heads.layers, strict=True)
@@ -318,7 +317,7 @@ class FakeEngine:
         (None, "deep"),
         (None, "wide"),
         (None, "fresh"),
-        (None, "fresh alone"),
+        (None, "two fresh"),
     ],
 )
 @pytest.mark.parametrize("unit", [1, 16])

@@ -22,7 +22,7 @@ HEADS = {
     "draft_heads": [{"layer": 0, "heads": [2, 3]}],
 }
 # Weighted: a history that is summed over ranks twice selects otherwise.
-FRESH = {**HEADS, "fresh_layer": 2, "merge": "weighted"}
+FRESH = {**HEADS, "fresh_layers": [1, 2], "merge": "weighted"}
 PROMPTS = [tokens(i, n) for i, n in enumerate((300, 520, 256))]
 
 SCRIPT = """

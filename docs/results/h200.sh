@@ -60,7 +60,7 @@ part_pair() {
 }
 part_pair_fresh() { # the selection made within the step
   code
-  engine qwen-24k-fresh-h200 "${pair[@]}" --text code.txt --modes dustin --batch 32 --context 24576 --budget 1024 --dustin-json '{"fresh_layer": 16}'
+  engine qwen-24k-fresh-h200 "${pair[@]}" --text code.txt --modes dustin --batch 32 --context 24576 --budget 1024 --dustin-json '{"fresh_layers": [16]}'
 }
 part_pair_draft_budgets() { # acceptance of drafting sparsely, with dense verification
   code
@@ -106,21 +106,22 @@ part_eval_wide() { # three of 24 layers read 4096: 1408 on average
   eval_tokens eval-wide-h200 --budget 1024 --dustin-json '{"wide_layers": [16, 21, 22]}'
 }
 part_eval_fresh() { # layer 16's own queries select for it and all deeper ones
-  eval_tokens eval-fresh-h200 --budget 1024 --dustin-json '{"fresh_layer": 16}'
+  eval_tokens eval-fresh-h200 --budget 1024 --dustin-json '{"fresh_layers": [16]}'
 }
-part_eval_fresh_max() { eval_tokens eval-fresh-max-h200 --budget 1024 --dustin-json '{"fresh_layer": 16, "aggregate": "max"}'; }
-part_eval_fresh_block() { eval_tokens eval-fresh-block-h200 --budget 1024 --granularity block --dustin-json '{"fresh_layer": 16}'; }
+part_eval_fresh_four() { eval_tokens eval-fresh-four-h200 --budget 1024 --dustin-json '{"fresh_layers": [7, 11, 16, 21]}'; }
+part_eval_fresh_max() { eval_tokens eval-fresh-max-h200 --budget 1024 --dustin-json '{"fresh_layers": [16], "aggregate": "max"}'; }
+part_eval_fresh_block() { eval_tokens eval-fresh-block-h200 --budget 1024 --granularity block --dustin-json '{"fresh_layers": [16]}'; }
 part_eval_token() { eval_tokens eval-token-h200 --budget 1024; } # beside them
-part_eval_fresh_512() { eval_tokens eval-fresh-512-h200 --budget 512 --dustin-json '{"fresh_layer": 16}'; }
+part_eval_fresh_512() { eval_tokens eval-fresh-512-h200 --budget 512 --dustin-json '{"fresh_layers": [16]}'; }
 part_eval_drift_fresh() {
-  evaluate eval-drift-fresh-h200 --context 16384 --granularity token --tasks drift --drift-samples 8 --policies dustin --budget 1024 --max-seconds "${MAX:-300}" --dustin-json '{"fresh_layer": 16}'
+  evaluate eval-drift-fresh-h200 --context 16384 --granularity token --tasks drift --drift-samples 8 --policies dustin --budget 1024 --max-seconds "${MAX:-300}" --dustin-json '{"fresh_layers": [16]}'
 }
 part_eval_wide_8192() { # 1920 on average
   eval_tokens eval-wide-8192-h200 --budget 1024 --tasks continuation --dustin-json '{"wide_layers": [16, 21, 22], "wide_budget": 8192}'
 }
 part_eval_one_budget() { eval_tokens eval-one-budget-h200 --budget 1024,1408,1920 --tasks continuation; } # of as many reads
 part_calibrate_wide() { calibrate calibrate-qwen-coder-0.5b-wide-h200 --context 8192 --tokens --windows 16 --held-out 16 --wide 3 --max-seconds 900; }
-part_calibrate_fresh() { calibrate calibrate-qwen-coder-0.5b-fresh-h200 --context 8192 --tokens --windows 16 --held-out 16 --fresh --max-seconds 900; }
+part_calibrate_fresh() { calibrate calibrate-qwen-coder-0.5b-fresh-h200 --context 8192 --tokens --windows 16 --held-out 16 --fresh 4 --max-seconds 900; }
 part_eval_drift() { evaluate eval-drift-h200 --context 16384 --tasks drift --drift-samples 8 --policies dustin,streaming --budget 1024 --max-seconds 300; }
 part_eval_budgets() {
   evaluate eval-budgets-h200 --context 16384 --tasks continuation --samples 16 --budget 128,256,512,1024,2048,4096 \

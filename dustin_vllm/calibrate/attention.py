@@ -9,7 +9,7 @@ loaded with this attention refuses to run. No plan builds a context x context ma
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -139,7 +139,7 @@ class Prefill:
 
 
 SelectInStep = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""What one layer's own queries select for it and all deeper ones. Called with a sequence's index,
+"""What a layer's own queries select for it and all deeper ones. Called with a sequence's index,
 its queries [H, Q, D], cached keys [Hkv, L, D], new keys [Hkv, Q, D] and the softmax scale; returns
 the cached positions that are read, [K] long."""
 
@@ -152,7 +152,7 @@ class SparseRows:
             (layers, [layers, Hkv, L, D] each).
         kept: per sequence the cached positions that are read, [K] long.
         second: the same for ``second_layers``; None: ``kept``.
-        fresh: selects for ``second_layers``, in the first of them.
+        fresh: by layer; selects for those of ``second_layers`` that are as deep or deeper.
     """
 
     def __init__(
@@ -161,13 +161,13 @@ class SparseRows:
         kept: Sequence[torch.Tensor],
         second: Sequence[torch.Tensor] | None = None,
         second_layers: Collection[int] = (),
-        fresh: SelectInStep | None = None,
+        fresh: Mapping[int, SelectInStep] | None = None,
     ) -> None:
         self.caches = caches
         self.kept = kept
         self.second = kept if second is None else second
         self.second_layers = second_layers
-        self.fresh = fresh
+        self.fresh = fresh or {}
 
     def attend(
         self,
@@ -180,9 +180,9 @@ class SparseRows:
         """See ``Plan``. Row i of a sequence also sees its new tokens 0 .. i."""
         out = torch.empty_like(queries)
         num_kv_heads, width = keys.shape[1], keys.shape[2]
-        if self.fresh is not None and layer == min(self.second_layers):
+        if (select := self.fresh.get(layer)) is not None:
             self.second = [
-                self.fresh(index, queries[index], cached[layer], keys[index], scale)
+                select(index, queries[index], cached[layer], keys[index], scale)
                 for index, (cached, _) in enumerate(self.caches)
             ]
         chosen = self.second if layer in self.second_layers else self.kept

@@ -57,9 +57,11 @@ def calibrate(
         ),
     ] = 0,
     fresh: Annotated[
-        bool,
-        typer.Option(help="Find the layer whose own queries select for deeper ones (fresh_layer)."),
-    ] = False,
+        int,
+        typer.Option(
+            min=0, help="Find so many layers at most whose own queries select (fresh_layers)."
+        ),
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Of text, search and intervals.")] = 0,
     settings: Annotated[
         str | None,

@@ -215,13 +215,15 @@ def within_step(settings: Settings, signal: Signal) -> Settings | None:
 
 def select_in_step(
     settings: Settings,
+    layer: int,
     context: int,
     queries: torch.Tensor,
     cached: torch.Tensor,
     new: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Cached positions that the queries of a step select in ``fresh_layer``, as the runtime does.
+    """Cached positions that the queries of a step select in one of ``fresh_layers``, as the
+    runtime does.
 
     Args:
         queries: [H, Q, D]; cached, new: keys [Hkv, context or more, D] and [Hkv, Q, D].
@@ -233,7 +235,7 @@ def select_in_step(
     assert group is not None
     if context // unit <= group.budget_units:
         return torch.arange(context)
-    ((_, heads),) = settings.fresh_heads.layers
+    ((_, heads),) = settings.target_heads.of_layer(layer).layers
     keys = torch.cat([cached[:, :context].to(new), new], dim=1)
     rows = probabilities(queries.transpose(0, 1), keys, scale)[:, list(heads)].flatten(0, 1)
     tokens = rows.mean(0) if settings.config.aggregate == "mean" else rows.amax(0)

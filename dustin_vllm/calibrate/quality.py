@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +112,15 @@ class Evaluator:
 
         Args:
             second: what ``second_layers`` read; None: the same.
-            fresh: settings with a ``fresh_layer``, whose queries select for ``second_layers``.
+            fresh: settings with ``fresh_layers``, whose queries select for ``second_layers``.
         """
         about = [self._key, unit, _listed(selections)]
         if second is not None:
             about += [_listed(second), sorted(second_layers)]
         if fresh is not None:
             config = fresh.config
-            about += ["fresh", fresh.fresh_heads.layers, fresh.gamma, config.aggregate]
+            select = [fresh.target_heads.of_layer(i).layers for i in sorted(config.fresh_layers)]
+            about += ["fresh", select, fresh.gamma, config.aggregate]
             about += [fresh.second.budget_units if fresh.second else 0, config.sinks, config.recent]
         key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
         values = self.journal.get(key)
@@ -182,16 +184,16 @@ class Evaluator:
                 for index, context in zip(batch, contexts, strict=True)
             ]
 
-        def in_step(index: int, *inputs: Any) -> torch.Tensor:
+        def in_step(layer: int, index: int, *inputs: Any) -> torch.Tensor:
             assert fresh is not None
-            return select_in_step(fresh, self.scores.items[batch[index]].context, *inputs)
+            return select_in_step(fresh, layer, self.scores.items[batch[index]].context, *inputs)
 
         plan = SparseRows(
             caches,
             kept(selections),
             None if second is None else kept(second),
             second_layers,
-            None if fresh is None else in_step,
+            None if fresh is None else {i: partial(in_step, i) for i in fresh.config.fresh_layers},
         )
         with active(plan):
             logits = self.target.module(

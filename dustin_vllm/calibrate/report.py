@@ -112,10 +112,10 @@ def variants(chosen: DustinConfig, default: DustinConfig, num_layers: int) -> li
         chosen = chosen.model_copy(update={"wide_layers": (), "wide_budget": None})
         rows.append(Variant("without wide layers", chosen, over=base))
         base = "without wide layers"  # what follows is about signals, of one selection
-    if chosen.fresh_layer is not None:
-        chosen = chosen.model_copy(update={"fresh_layer": None})
-        rows.append(Variant("without fresh layer", chosen, over=base))
-        base = "without fresh layer"
+    if chosen.fresh_layers:
+        chosen = chosen.model_copy(update={"fresh_layers": ()})
+        rows.append(Variant("without fresh layers", chosen, over=base))
+        base = "without fresh layers"
     rows.append(Variant("oracle", chosen, "oracle", base))
     for name, config, over in (("", chosen, base), (f"{usual}, ", default, usual)):
         split = config.model_copy(update={"merge": "split"})
@@ -226,8 +226,8 @@ def profile_data(target: Model, draft: Model, found: Found, units_open: bool, so
     dump = config.model_dump(mode="json")
     if config.wide_layers:
         fields.append("wide_layers")
-    if config.fresh_layer is not None:
-        fields.append("fresh_layer")
+    if config.fresh_layers:
+        fields.append("fresh_layers")
     settings = {name: dump[name] for name in fields}
     if units_open:
         settings["granularity"] = "token" if found.chosen.unit == 1 else "block"

@@ -64,7 +64,7 @@ class Options:
     trials: int = 40
     layers: int = 4
     wide: int = 0  # wide layers at most
-    fresh: bool = False  # whether to look for a fresh layer
+    fresh: int = 0  # fresh layers at most
     seed: int = 0
     device: str = "cpu"
     dtype: str = "auto"
@@ -148,7 +148,8 @@ def check(options: Options) -> None:
         )
     if options.wide and options.fresh:
         raise CalibrationError(
-            f"wide={options.wide}, fresh: both give layers a selection of their own; ask for one"
+            f"wide={options.wide}, fresh={options.fresh}: both give layers a selection of their "
+            "own; ask for one"
         )
     if options.dtype not in ("auto", "bfloat16", "float32"):
         raise CalibrationError(f"dtype={options.dtype}: choose auto, bfloat16 or float32")

@@ -212,19 +212,30 @@ class Search:
             listed = ranked[1 : BY_BUDGET + 1]
         return tuple(chosen)
 
-    def fresh_layer(self, base: Trial) -> Trial:
-        """The trial with a ``fresh_layer`` whose KL is lowest, or the one given if none is lower
-        by enough. What scores before scores on, and all heads of the layer with it."""
+    def fresh_layers(self, base: Trial, most: int) -> Trial:
+        """The trial with the ``fresh_layers`` that lower KL by enough each, at most so many, the
+        best first; the one given if none does. What scores before scores on, and all heads of
+        these layers with it."""
         best = base
-        for layer in range(self.target.layers):
-            self.advance("fresh layer", layer, self.target.layers)
-            if layer and self.stop("fresh layer"):
+        for step in range(most):
+            what = f"fresh layer {step + 1}"
+            if self.stop(what):
                 break
-            trial = self.trial(base.config.model_copy(update={"fresh_layer": layer}), base.unit)
-            if trial.loss < best.loss:
-                best = trial
-        self.advance("fresh layer", self.target.layers, self.target.layers)
-        return best if best.loss <= base.loss * WORTHWHILE else base
+            chosen = best.config.fresh_layers
+            listed = [layer for layer in range(self.target.layers) if layer not in chosen]
+            trials = []
+            for done, layer in enumerate(listed):
+                self.advance(what, done, len(listed))
+                if done and self.stop(what):
+                    break
+                update = {"fresh_layers": tuple(sorted((*chosen, layer)))}
+                trials.append(self.trial(best.config.model_copy(update=update), base.unit))
+            self.advance(what, len(listed), len(listed))
+            winner = min(trials, key=lambda trial: trial.loss)
+            if winner.loss > best.loss * WORTHWHILE:
+                break
+            best = winner
+        return best
 
     def run(
         self,
@@ -233,7 +244,7 @@ class Search:
         seed: int,
         most_layers: int,
         most_wide: int = 0,
-        fresh: bool = False,
+        most_fresh: int = 0,
     ) -> Found:
         """The whole search.
 
@@ -243,7 +254,7 @@ class Search:
             seed: of Optuna's sampler.
             most_layers: scoring layers of the target at most, and of the draft.
             most_wide: wide layers at most.
-            fresh: whether to look for a ``fresh_layer``; not beside wide layers.
+            most_fresh: fresh layers at most; not beside wide layers.
         """
         target_layers = self.greedy_layers("target", base, most_layers)
         with_target = base.model_copy(update={"target_heads": _layers(target_layers)})
@@ -255,8 +266,8 @@ class Search:
         if wide:
             update = {"wide_layers": tuple(sorted(wide))}
             chosen = self.trial(chosen.config.model_copy(update=update), chosen.unit)
-        elif fresh:
-            chosen = self.fresh_layer(chosen)
+        elif most_fresh:
+            chosen = self.fresh_layers(chosen, most_fresh)
         return Found(
             target_layers=target_layers,
             draft_layers=draft_layers,
