@@ -103,15 +103,22 @@ def test_recorded_queries_give_the_models_attention(
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
 
 
-def test_deep_layers_read_a_selection_of_their_own() -> None:
+@pytest.mark.parametrize("fresh", [False, True])
+def test_deep_layers_read_a_selection_of_their_own(fresh: bool) -> None:
+    """Given before the step, or by what layers 1 and 2 of it select."""
     generator = torch.Generator().manual_seed(0)
     length, width, context = 100, 5, 95
     queries, keys, values = (torch.randn(length, n, 8, generator=generator) for n in (4, 2, 2))
     cached = tuple(t[:context].transpose(0, 1)[None].repeat(3, 1, 1, 1) for t in (keys, values))
-    first, deep = [0, 1], [3, 4]
-    kept = [policies.kept_positions(torch.tensor(chosen), context, 16) for chosen in (first, deep)]
-    plan = attention.SparseRows([cached], [kept[0]], [kept[1]], second_layers={1, 2})
-    for layer, chosen in ((0, first), (1, deep), (2, deep)):
+    first, deep, deeper = [0, 1], [3, 4], [2, 4]
+    kept = [
+        policies.kept_positions(torch.tensor(chosen), context, 16)
+        for chosen in (first, deep, deeper)
+    ]
+    by_layer = {i: lambda *_, i=i: kept[i] for i in (1, 2)} if fresh else None
+    second = None if fresh else [kept[1]]
+    plan = attention.SparseRows([cached], [kept[0]], second, {1, 2}, by_layer)
+    for layer, chosen in ((0, first), (1, deep), (2, deeper if fresh else deep)):
         found = plan.attend(
             layer, *(t[-width:].transpose(0, 1)[None] for t in (queries, keys, values)), 0.3
         )

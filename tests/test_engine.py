@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class Spy:
         self.outputs_checked = 0
         self.draft_rows = 0
         self.groups_differ = False
+        self.fresh_rows: Counter[int] = Counter()  # sparse rows of layers that select themselves
         self.draft_tokens_read = 0
         self._full: Any = None
         self._draft_full: Any = None
@@ -200,6 +202,7 @@ class Spy:
             wanted = reference_selection(units, units, row.context, settings, settings.fresh)
             slot = row.slot.index
             assert runtime.scores.selections["fresh"][slot].tolist() == wanted
+            self.fresh_rows[layer] += 1
             stale = runtime.scores.selections["target"][slot].tolist()
             self.groups_differ |= stale != wanted
 
@@ -291,6 +294,7 @@ def test_sparse_rows_read_the_selection_only(make_llm, target, draft, spy, more)
     llm = make_llm(target, draft, {**SPARSE, **more, "sample_recovery_every": 1})
     generate(llm, PROMPTS)
     assert spy.groups_differ == bool(more)
+    assert spy.fresh_rows == dict.fromkeys(more.get("fresh_layers", ()), spy.sparse_rows)
     settings = runtime_of(llm).settings
     if more is WIDE:
         assert (settings.second.budget_units, settings.second_layers) == (7, {1, 3})

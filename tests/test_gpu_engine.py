@@ -105,6 +105,7 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows_checked = self.selections_checked = self.fresh_checked = 0
+        self.fresh_layers: set[int] = set()
         self.full: Any = None
         plan = CudaRuntime.plan_verification
         forward = DustinCudaAttentionImpl.forward
@@ -170,6 +171,7 @@ class Spy:
         table = self.full.block_table_tensor[row]
         keys, _ = gathered(kv_cache, table, context + len(query))
         (layer,) = impl.selects.args
+        self.fresh_layers.add(layer)
         ((_, heads),) = settings.target_heads.of_layer(layer).layers
         group = impl.num_heads // impl.num_kv_heads
         scores = reference.token_scores(
@@ -234,6 +236,7 @@ def test_sparse_rows_equal_the_reference(start, prompts, monkeypatch, granularit
     assert spy.rows_checked == spy.layers * stats["sparse_rows"]
     assert spy.selections_checked > 20
     assert (spy.fresh_checked > 20) == (more is FRESH)
+    assert spy.fresh_layers == set(more.get("fresh_layers", ()))
     assert stats["kv_tokens_read"] < stats["kv_tokens_full"]
     assert stats["recovery_samples"] > 0
     assert 0 < stats["recovery_sum"] / stats["recovery_samples"] <= 1.001
