@@ -108,6 +108,7 @@ part_eval_wide() { # three of 24 layers read 4096: 1408 on average
 part_eval_fresh() { # layer 16's own queries select for it and all deeper ones
   eval_tokens eval-fresh-h200 --budget 1024 --dustin-json '{"fresh_layers": [16]}'
 }
+part_eval_fresh_two() { eval_tokens eval-fresh-two-h200 --budget 1024 --dustin-json '{"fresh_layers": [16, 21]}'; }
 part_eval_fresh_four() { eval_tokens eval-fresh-four-h200 --budget 1024 --dustin-json '{"fresh_layers": [7, 11, 16, 21]}'; }
 part_eval_fresh_max() { eval_tokens eval-fresh-max-h200 --budget 1024 --dustin-json '{"fresh_layers": [16], "aggregate": "max"}'; }
 part_eval_fresh_block() { eval_tokens eval-fresh-block-h200 --budget 1024 --granularity block --dustin-json '{"fresh_layers": [16]}'; }
