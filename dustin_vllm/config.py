@@ -756,6 +756,13 @@ def settings_of(
     )
 
 
+def _check_layers(name: str, layers: tuple[int, ...], num_layers: int) -> None:
+    if any(not 0 <= layer < num_layers for layer in layers):
+        raise ConfigError(
+            f"dustin.{name}={list(layers)}: the target has layers 0..{num_layers - 1}"
+        )
+
+
 def _check_fresh_layers(config: DustinConfig, num_layers: int) -> None:
     if config.wide_layers or config.merge == "split":
         other = "wide_layers" if config.wide_layers else "merge='split'"
@@ -763,11 +770,7 @@ def _check_fresh_layers(config: DustinConfig, num_layers: int) -> None:
             f"dustin.fresh_layers and {other} both give layers a selection of their own; leave out "
             "one of them"
         )
-    if any(not 0 <= layer < num_layers for layer in config.fresh_layers):
-        raise ConfigError(
-            f"dustin.fresh_layers={list(config.fresh_layers)}: the target has layers "
-            f"0..{num_layers - 1}"
-        )
+    _check_layers("fresh_layers", config.fresh_layers, num_layers)
 
 
 def _target_group(config: DustinConfig, unit: int) -> LayerGroup:
@@ -783,12 +786,7 @@ def _wide_group(config: DustinConfig, unit: int, target: LayerGroup, num_layers:
             "dustin.merge='split' and wide_layers both give layers a selection of their own; "
             "leave out one of them"
         )
-    wrong = [layer for layer in config.wide_layers if not 0 <= layer < num_layers]
-    if wrong:
-        raise ConfigError(
-            f"dustin.wide_layers={list(config.wide_layers)}: the target has layers "
-            f"0..{num_layers - 1}"
-        )
+    _check_layers("wide_layers", config.wide_layers, num_layers)
     if len(set(config.wide_layers)) == num_layers:
         raise ConfigError("dustin.wide_layers names every layer; raise budget instead")
     tokens = 4 * config.budget if config.wide_budget is None else config.wide_budget

@@ -471,7 +471,7 @@ class CudaRuntime(DustinRuntime):
         self._graphs = DraftGraphs(self, runner.drafter, self.buffers.draft_inputs)
         self._verified_steps = 0
         self._block_table: torch.Tensor | None = None
-        self._in_step: Any = None  # for select_in_step: vLLM's metadata of this step
+        self._whole: Any = None  # for select_in_step: vLLM's metadata, with whole block tables
         self._last_queries = torch.empty(0)  # [R, scoring heads, D], of the last confirmed token
         pinned = runner.device.type == "cuda"
         self._recovery_host = torch.zeros(2, device="cpu", pin_memory=pinned)
@@ -523,7 +523,7 @@ class CudaRuntime(DustinRuntime):
         self._scoring = any(row.needs_selection for row in rows)
         sparse = any(row.dense is None for row in rows)
         self._draft_sparse = any(row.drafts_sparsely for row in rows)
-        self._in_step = None
+        self._whole = None
         # In a captured graph the queries are always kept.
         queries = buffers.target_queries
         width = settings.gamma + 1
@@ -564,12 +564,12 @@ class CudaRuntime(DustinRuntime):
             planned.dustin_second = self._compact(
                 metadata, num_reqs, settings.second, contexts, VERIFY_SPARSELY
             )
-            self._in_step = metadata if queries.count else None
+            self._whole = metadata if queries.count else None
         return planned
 
     def select_in_step(self, layer: int, metadata: Any) -> None:
         buffers, settings, group = self.buffers, self.settings, self.settings.fresh
-        whole = self._in_step
+        whole = self._whole
         if whole is None or group is None:
             return
         num_reqs = whole.num_reqs

@@ -90,18 +90,12 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int max_of(int a, int b) { return a > b ? a : b; }
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
-// kGroups groups, of a warp each, are a chunk, and kBlocks share a multiprocessor.
-template <int kGroups_, int kBlocks_>
-struct Tuning {
-  static constexpr int kGroups = kGroups_, kBlocks = kBlocks_;
-};
-
 // Who computes what, and where shared memory holds it. A column is a tile of 8 query rows.
-template <class Element_, int kDim_, int kColumns_, class Tuning>
-struct Config : Tuning {
+// kGroups groups, of a warp each, are a chunk. kBlocks share a multiprocessor.
+template <class Element_, int kDim_, int kColumns_, int kGroups_, int kBlocks_>
+struct Config {
   using Element = Element_;
-  static constexpr int kDim = kDim_, kColumns = kColumns_;
-  static constexpr int kGroups = Tuning::kGroups, kBlocks = Tuning::kBlocks;
+  static constexpr int kDim = kDim_, kColumns = kColumns_, kGroups = kGroups_, kBlocks = kBlocks_;
   static constexpr int kRows = kColumns * 8;
   static constexpr int kComputing = kGroups * 32, kThreads = kComputing + kCopiers * 32;
   // O^T: of 16 dimensions, of a warp. Tile t of warp w is the (t kGroups + w)-th one.
@@ -725,11 +719,10 @@ int launch(const Arguments& a, const Launch& l) {
 template <class Element, int kDim, int kColumns>
 int launch_tuned(const Arguments& a, const Launch& l) {
   if constexpr (kDim == 128) {
-    if (l.tuning == 1 || kColumns > 5)
-      return launch<Config<Element, kDim, kColumns, Tuning<8, 1>>>(a, l);
+    if (l.tuning == 1 || kColumns > 5) return launch<Config<Element, kDim, kColumns, 8, 1>>(a, l);
   }
   if constexpr (kDim == 64 || kColumns <= 5)
-    return launch<Config<Element, kDim, kColumns, Tuning<4, 2>>>(a, l);
+    return launch<Config<Element, kDim, kColumns, 4, 2>>(a, l);
   return kBadVariant;
 }
 
@@ -766,7 +759,8 @@ extern "C" int dustin_paged_attention(
   int tuning = variant & kTuning;
   if (variant < 0 || variant > (kTuning | kEarly) || tuning > 2) return kBadVariant;
   if (rows <= 0 || kv_heads <= 0 || max_queries <= 0) return kOk;
-  // As measured on an H200. Clusters of four that each fill a multiprocessor do not fit side by side.
+  // As measured on an H200. Clusters of four blocks that fill a multiprocessor each do not fit side
+  // by side.
   if (tuning == 0) {
     int device = 0, multiprocessors = 0;
     cudaError_t error = cudaGetDevice(&device);

@@ -181,23 +181,9 @@ DUSTIN_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
                : "memory");
 }
 
-// c [16, 8] += a [16, 16] b [16, 8].
-DUSTIN_DEVICE void mma(BFloat16, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-DUSTIN_DEVICE void mma(Float16, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// wgmma: four warps, the first a multiple of four, multiply together. Between begin and end, which
-// waits, c [64, 8 COLUMNS] += a [64, 16] b [16, 8 COLUMNS] any number of times. Of the 16 rows of a
-// and c that a warp holds, a lane has rows lane / 4 and lane / 4 + 8: of a, columns lane % 4 * 2,
+// wgmma: four warps, the first a multiple of four, multiply together. Between begin and commit,
+// c [64, 8 COLUMNS] += a [64, 16] b [16, 8 COLUMNS] any number of times; c is there after the wait
+// that leaves fewer commits pending. Of the 16 rows of a and c that a warp holds, a lane has rows lane / 4 and lane / 4 + 8: of a, columns lane % 4 * 2,
 // the next one, and those 8 later; of c, lane % 4 * 2 and the next one of each 8. b is a descriptor
 // of tiles in shared memory, in 16 bytes of which one index runs; whoever wrote these by ordinary
 // instructions has fenced (proxy_fence) before a barrier.

@@ -481,29 +481,6 @@ template <bool kTrans> void emu_ldmatrix(uint32_t (&r)[4], uint32_t address) {
 }
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { emu_ldmatrix<false>(r, address); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) { emu_ldmatrix<true>(r, address); }
-template <class F> void emu_mma(F conv, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  struct A { float* c; const uint32_t* a; uint32_t b[2]; } arg{c, a, {b0, b1}};
-  emu::collective("mma", &arg, [&](void** v) {
-    ++emu::stats.mma;
-    float am[16][16], bm[8][16];
-    for (int l = 0; l < 32; ++l) {
-      A* x = (A*)v[l]; int g = l / 4, t = l % 4;
-      for (int i = 0; i < 8; ++i) {  // PTX ISA: a_i, i = 0..7
-        int row = (i < 2 || (i >= 4 && i < 6)) ? g : g + 8, col = t * 2 + (i & 1) + (i >= 4 ? 8 : 0);
-        am[row][col] = conv(x->a[i / 2] >> (i & 1) * 16 & 0xffff);
-      }
-      for (int i = 0; i < 4; ++i) bm[g][t * 2 + (i & 1) + (i >= 2 ? 8 : 0)] = conv(x->b[i / 2] >> (i & 1) * 16 & 0xffff);
-    }
-    for (int l = 0; l < 32; ++l) for (int i = 0; i < 4; ++i) {
-      int row = l / 4 + (i >= 2 ? 8 : 0), col = l % 4 * 2 + (i & 1);
-      float s = ((A*)v[l])->c[i];
-      for (int k = 0; k < 16; ++k) s += am[row][k] * bm[col][k];
-      ((A*)v[l])->c[i] = s;
-    }
-  });
-}
-inline void mma(BFloat16, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { emu_mma([](uint32_t x) { return emu::from_bf16(x); }, c, a, b0, b1); }
-inline void mma(Float16, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { emu_mma([](uint32_t x) { return emu::from_f16(x); }, c, a, b0, b1); }
 inline uint32_t pack(BFloat16, float lo, float hi) { return emu::to_bf16(lo) | (uint32_t)emu::to_bf16(hi) << 16; }
 inline uint32_t pack(Float16, float lo, float hi) { return emu::to_f16(lo) | (uint32_t)emu::to_f16(hi) << 16; }
 inline float exp2_fast(float x) { return exp2f(x); }
